@@ -7,7 +7,10 @@ are kept.
 
 import logging
 import re
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -96,6 +99,23 @@ class RedactingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_chars(redact_text(super().format(record)))
+
+
+class RedactingHandler(logging.Handler):
+    """Pass each record with its masked text to a function that shows it."""
+
+    def __init__(self, level: int, show: Callable[[logging.LogRecord, str], object]) -> None:
+        super().__init__(level)
+        self.setFormatter(RedactingFormatter())
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._show(record, self.format(record))
+        except Exception:
+            # logging's default would print the arguments of the message unmasked
+            with suppress(OSError):
+                sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
 
 
 def redact_overrides(text: str, overrides: Sequence[str]) -> str:

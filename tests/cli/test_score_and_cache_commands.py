@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from thresher.cli.cache import _age
-from thresher.reference.cache_admin import CachedReference
+from thresher.reference.cache import CachedReference
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "the", "big", "red", "sun", "go", "down"]
 TEMPLATE = (

@@ -17,7 +17,7 @@ from tests.support.fuzz.checks import (
     StoreCheck,
     StoreManifestCheck,
 )
-from thresher.checkpoint.json_io import load_json, loads
+from thresher.checkpoint.json_io import decode, load_json
 from thresher.config.load import parse_config
 from thresher.errors import CheckpointError, UserError
 
@@ -47,7 +47,7 @@ def test_a_manifest_with_a_float_key_among_others_is_damaged(tmp_path: Path) -> 
 )
 def test_a_signed_manifest_with_invalid_fields_is_rejected(tmp_path: Path, key: str, value: Any) -> None:
     check = ManifestCheck(tmp_path)
-    body = {name: field for name, field in loads(check.content.decode()).items() if name != "sha256"}
+    body = {name: field for name, field in decode(check.content).items() if name != "sha256"}
     assert check.signed(body)
     assert not check.signed({**body, key: value})
     del body[key]

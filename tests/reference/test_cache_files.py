@@ -15,21 +15,26 @@ from tests.support.forks import python
 from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
+from thresher.reference import cache as cache_files
 from thresher.reference.cache import (
     CacheShard,
     ShardFile,
-    ShardLimits,
     ShardWriter,
+    cache_root,
     list_shards,
     read_keys,
+    stale_files,
     verify_shard,
     write_shard,
 )
-from thresher.reference.cache_admin import cache_root, stale_files
 
 PAIRS = 50
-# about six blocks of four pairs
-SMALL = ShardLimits(num_bytes=1200)
+SMALL = 1200  # bytes: about six blocks of four pairs
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(cache_files, "SHARD_BYTES", SMALL)
 
 
 def shards_in(root: Path) -> list[ShardFile]:
@@ -42,7 +47,7 @@ def test_logps_round_trip_bit_for_bit(tmp_path):
     sides = [[draw.normal(size=n).astype(np.float32) for n in draw.integers(0, 9, 20)] for _ in range(2)]
     sides[0][3] = np.array([-np.inf, -0.0, np.nan, np.float32(1e-42)], dtype=np.float32)
     file = write_shard(tmp_path, keys, *sides)
-    assert (file, file.num_pairs, verify_shard(file)) == (ShardFile.parse(file.path), 20, None)
+    assert ([file], file.num_pairs, verify_shard(file)) == (list_shards(tmp_path), 20, None)
     shard = CacheShard(file.path)
     assert [key.tobytes() for key in read_keys(file.path)] == keys
     for row in range(20):
@@ -58,7 +63,7 @@ def test_lookup_equals_a_dictionary(tmp_path, repeats):
     run = [key for key in keys[:200] for _ in range(repeats)]
     draw.shuffle(run)
     cache = open_cache(tmp_path)
-    cache.writer(SMALL)
+    cache.writer()
     first = {}
     for shard_keys in (keys[100:200], keys[150:]):
         values = [np.array([number], np.float32) for number in range(len(first), len(first) + len(shard_keys))]
@@ -76,7 +81,7 @@ def test_lookup_equals_a_dictionary(tmp_path, repeats):
 def test_an_empty_lookup_or_an_empty_cache_finds_nothing(tmp_path):
     cache = open_cache(tmp_path)
     assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
-    cache.writer(SMALL)
+    cache.writer()
     one = np.frombuffer(b"0123456789abcdef", dtype="V16")
     assert cache.find(one).is_missing().tolist() == [True]
     write_shard(cache.directory, [one.tobytes()], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
@@ -99,10 +104,11 @@ DAMAGES = {
 }
 
 
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_shard_is_reported_once_and_its_pairs_are_scored_again(tmp_path, caplog, damage):
     pairs = NoisePairs(PAIRS)
-    list(lookup(tmp_path, pairs).iter_score_missing(synthetic_logps, limits=SMALL))
+    list(lookup(tmp_path, pairs).iter_score_missing(synthetic_logps))
     expected = all_bytes(lookup(tmp_path, pairs), pairs)
     victim = shards_in(tmp_path)[1]
     damage(victim.path)
@@ -124,7 +130,7 @@ def test_a_damaged_shard_is_reported_once_and_its_pairs_are_scored_again(tmp_pat
 def test_only_shards_that_a_run_needs_are_read_in_full(tmp_path, caplog):
     """Reading a large cache to verify it takes long, so a shard is verified once, and only for its pairs."""
     cache, logps = open_cache(tmp_path), np.full(1, -3.0, np.float32)
-    cache.writer(SMALL)
+    cache.writer()
     needed, other = (write_shard(cache.directory, [key * 16], [logps], [logps]) for key in (b"n", b"o"))
     for shard in (needed, other):  # damaged in a way that does not show in the columns and keys
         shard.path.write_bytes(shard.path.read_bytes().replace(logps.tobytes(), np.float32(-4.0).tobytes()))
@@ -158,14 +164,17 @@ def test_a_failed_write_names_the_cache_directory(tmp_path):
         write_shard(tmp_path / "gone", [b"k" * 16], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
 
 
-def test_a_shard_is_written_when_it_is_full_or_old(tmp_path):
+def test_a_shard_is_written_when_it_is_full_or_old(tmp_path, monkeypatch):
     one = np.zeros(10, dtype=np.float32)
-    with ShardWriter(tmp_path, ShardLimits(num_bytes=6 * 96)) as writer:
+    monkeypatch.setattr(cache_files, "SHARD_BYTES", 6 * 96)
+    with ShardWriter(tmp_path) as writer:
         for number in range(13):
             writer.add(bytes([number]) * 16, one, one)  # 96 bytes
             writer.end_block()
     assert [shard.num_pairs for shard in writer.written] == [6, 6, 1]
-    with ShardWriter(tmp_path, ShardLimits(seconds=0.0)) as writer:
+    monkeypatch.undo()
+    monkeypatch.setattr(cache_files, "SHARD_SECONDS", 0.0)
+    with ShardWriter(tmp_path) as writer:
         for number in range(3):
             writer.add(bytes([number]) * 16, one, one)
             writer.end_block()
@@ -246,7 +255,7 @@ def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
 def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
     pairs = NoisePairs(PAIRS)
     some = lookup(tmp_path / "some", pairs, np.array([3, 17, 18, 49]))
-    assert (some.num_pairs, some.num_missing) == (4, 4)
+    assert (some.num_found, some.num_missing) == (0, 4)
     list(some.iter_score_missing(synthetic_logps))
     assert some.num_scored == 4 + 4 + 2  # three blocks, of which the last has two pairs
     every = lookup(tmp_path / "every", pairs)
@@ -269,6 +278,7 @@ def test_a_pair_that_was_not_looked_up_is_an_error(tmp_path):
             reference.logps(pairs.read(np.array([9, unknown])))
 
 
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("num_ranks", [2, 3, 7, 20])
 def test_ranks_divide_the_blocks_and_no_block_is_scored_twice(tmp_path, num_ranks):
     """Also if one of them looks up after others have written: all must assign blocks alike."""
@@ -276,10 +286,8 @@ def test_ranks_divide_the_blocks_and_no_block_is_scored_twice(tmp_path, num_rank
     reader, scored = lookup(tmp_path, pairs), 0
     for rank in range(num_ranks):
         reference = lookup(tmp_path, pairs)
-        deque(
-            reference.iter_score_missing(synthetic_logps, dp_group=DataParallelGroup(rank, num_ranks), limits=SMALL),
-            maxlen=0,
-        )
+        scoring = reference.iter_score_missing(synthetic_logps, dp_group=DataParallelGroup(rank, num_ranks))
+        deque(scoring, maxlen=0)
         scored += reference.num_scored
     assert scored == PAIRS
     assert reader.num_missing == PAIRS
@@ -287,6 +295,7 @@ def test_ranks_divide_the_blocks_and_no_block_is_scored_twice(tmp_path, num_rank
     assert reader.num_missing == 0
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_concurrent_writers_produce_valid_shards_and_the_same_bits(tmp_path):
     """Eight writers: half of them score everything, half a quarter each, so that some pairs are written twice."""
     pairs = NoisePairs(400)
@@ -298,7 +307,7 @@ def test_concurrent_writers_produce_valid_shards_and_the_same_bits(tmp_path):
             try:
                 rank, num_ranks = (0, 1) if number % 2 else (number // 2, 4)
                 scoring = lookup(tmp_path, pairs).iter_score_missing(
-                    synthetic_logps, dp_group=DataParallelGroup(rank, num_ranks), limits=SMALL
+                    synthetic_logps, dp_group=DataParallelGroup(rank, num_ranks)
                 )
                 deque(scoring, maxlen=0)
                 code = 0
@@ -322,7 +331,7 @@ def test_a_kill_repeats_less_than_one_shard_and_changes_no_bit(tmp_path):
     num_pairs, kills = 400, [1, 5, 9, 20, 31]
     done = subprocess.run(
         [*python(), "-m", "tests.support.score_and_kill", tmp_path / "killed", tmp_path / "log"]
-        + [str(number) for number in (num_pairs, SMALL.num_bytes, *kills)],
+        + [str(number) for number in (num_pairs, SMALL, *kills)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

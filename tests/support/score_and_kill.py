@@ -15,10 +15,10 @@ from pathlib import Path
 from tests.support.noise_cache import NoisePairs, lookup, synthetic_logps
 from thresher.data.pair import PairBatch
 from thresher.losses.pairs import ChosenRejectedLogps
-from thresher.reference.cache import ShardLimits
+from thresher.reference import cache
 
 
-def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, kill_at: int | None) -> None:
+def score_and_die(root: Path, log: Path, num_pairs: int, kill_at: int | None) -> None:
     num_forwards = 0
 
     def score(batch: PairBatch) -> ChosenRejectedLogps:
@@ -30,17 +30,17 @@ def score_and_die(root: Path, log: Path, num_pairs: int, limits: ShardLimits, ki
             os.kill(os.getpid(), signal.SIGKILL)
         return synthetic_logps(batch)
 
-    list(lookup(root, NoisePairs(num_pairs)).iter_score_missing(score, limits=limits))
+    list(lookup(root, NoisePairs(num_pairs)).iter_score_missing(score))
 
 
 def main(root: str, log: str, num_pairs: str, shard_bytes: str, *kills: str) -> None:
-    limits = ShardLimits(num_bytes=int(shard_bytes))
+    cache.SHARD_BYTES = int(shard_bytes)
     for kill_at in [*map(int, kills), None]:
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                score_and_die(Path(root), Path(log), int(num_pairs), limits, kill_at)
+                score_and_die(Path(root), Path(log), int(num_pairs), kill_at)
                 code = 0
             finally:
                 os._exit(code)

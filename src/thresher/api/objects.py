@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from thresher import durable
 from thresher.config.section import Section
+from thresher.data.prepare.prepare import tokenizer_digest
 from thresher.data.sources.readers import strip_extension_types
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
@@ -119,9 +120,8 @@ def model_path(model: Any, directory: Path, tokenizer: PreTrainedTokenizerBase |
     if isinstance(model, (str, PathLike)):
         return fspath(model)
     if not isinstance(model, PreTrainedModel):
-        hint = (
-            "give its base model, and a LoraConfig as peft_config" if hasattr(model, "peft_config") else "give a path"
-        )
+        has_adapter = hasattr(model, "peft_config")
+        hint = "give its base model, and a LoraConfig as peft_config" if has_adapter else "give a path"
         raise UserError(f"{argument} is a {type(model).__name__}, not a model of transformers; {hint}")
     _check_model(model, argument)
     origin = model.config._name_or_path
@@ -195,8 +195,6 @@ def tokenizer_setting(
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """What a tokenizer does with text: the vocabulary and rules, special tokens and the chat template."""
-    from thresher.data.prepare.prepare import tokenizer_digest
-
     settings = [tokenizer_digest(tokenizer), tokenizer.special_tokens_map, tokenizer.chat_template]
     return json.dumps(settings, sort_keys=True, default=str).encode()
 

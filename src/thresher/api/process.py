@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.redact import RedactingFormatter
+from thresher.redact import RedactingHandler
 
 
 class Accelerator:
@@ -55,23 +55,13 @@ def quiet_libraries() -> Iterator[None]:
 def open_console() -> Iterator[ConsoleTracker]:
     """Make the console of a run; it also shows warnings, unless the application has configured logging."""
     console, package = ConsoleTracker(), logging.getLogger("thresher")
-    is_configured = logging.getLogger().handlers or any(
-        not isinstance(handler, logging.NullHandler) for handler in package.handlers
+    own = [handler for handler in package.handlers if not isinstance(handler, logging.NullHandler)]
+    handler = RedactingHandler(
+        logging.WARNING, lambda record, text: console.print(f"{record.levelname.lower()}: {text}")
     )
-    handler = _Warnings(console)
-    if not is_configured:
+    if not own and not logging.getLogger().handlers:
         package.addHandler(handler)
     try:
         yield console
     finally:
         package.removeHandler(handler)
-
-
-class _Warnings(logging.Handler):
-    def __init__(self, console: ConsoleTracker) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(RedactingFormatter())
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(f"{record.levelname.lower()}: {self.format(record)}")

@@ -96,10 +96,8 @@ def upload(
             api.create_branch(name, branch=revision, exist_ok=True)
         return api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(
-            f"{directory} cannot be uploaded to {repo_id}: {error}; log in with `hf auth login`, or give "
-            "DPOConfig(hub_token=..., hub_model_id=...)"
-        ) from error
+        hint = "log in with `hf auth login`, or give DPOConfig(hub_token=..., hub_model_id=...)"
+        raise UserError(f"{directory} cannot be uploaded to {repo_id}: {error}; {hint}") from error
 
 
 def model_card(name: str, facts: Mapping[str, Any], **metadata: Any) -> str:
@@ -108,13 +106,9 @@ def model_card(name: str, facts: Mapping[str, Any], **metadata: Any) -> str:
 
     given = {key: value for key, value in metadata.items() if value is not None}
     header = ModelCardData(library_name="transformers", model_name=name, **given).to_yaml()
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items())
+    cells = {key: str(value).replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
+    rows = "\n".join(f"| {key} | {cell} |" for key, cell in cells.items())
     return (
         f"---\n{header}\n---\n\n# {name}\n\nTrained on preference pairs with thresher {__version__}.\n\n"
         f"| | |\n|---|---|\n{rows}\n"
     )
-
-
-def _cell(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import trainer_pt_utils
 
 from thresher.api.absent import absent_argument, absent_attribute, refuse_overrides
 from thresher.api.objects import adapter_settings, data_source, joined_sources, model_path, tokenizer_setting
@@ -36,8 +36,6 @@ from thresher.runtime.launch import find_launch
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
-
-logger = logging.getLogger(__name__)
 
 
 class DPOTrainer:
@@ -108,10 +106,7 @@ class DPOTrainer:
             raise AttributeError(absent_attribute(name))
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
-        """Train, or resume the run of output_dir; after an interrupt, call it again to continue.
-
-        resume_from_checkpoint: as in the config.
-        """
+        """Train, or resume as resume_from_checkpoint says, as in the config; after an interrupt, call it again."""
         added = {} if resume_from_checkpoint is None else {"resume_from_checkpoint": resume_from_checkpoint}
         config = self._complete(self.config, added)
         evaluation: dict[str, float] = {}
@@ -164,13 +159,8 @@ class DPOTrainer:
         with open_console() as console, quiet_libraries():
             metrics = DPOPipeline(config, console=console).evaluate()
         hidden = {name_in_trl(key).replace("/", "_") for key in ignore_keys or ()}
-        return Metrics(
-            {
-                name.replace("eval/", f"{metric_key_prefix}/", 1): value
-                for name, value in metrics.items()
-                if name_in_trl(name).replace("/", "_") not in hidden
-            }
-        )
+        shown = [name for name in metrics if name_in_trl(name).replace("/", "_") not in hidden]
+        return Metrics({name.replace("eval/", f"{metric_key_prefix}/", 1): metrics[name] for name in shown})
 
     @property
     def args(self) -> SimpleNamespace:
@@ -249,21 +239,15 @@ class DPOTrainer:
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to output_dir, as transformers does."""
-        from transformers.trainer_pt_utils import save_state
-
-        save_state(self)
+        trainer_pt_utils.save_state(self)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print metrics as transformers does. split: `train`, `eval` or another name."""
-        from transformers.trainer_pt_utils import log_metrics
-
-        log_metrics(self, split, _named_as_in_trl(metrics))
+        trainer_pt_utils.log_metrics(self, split, _named_as_in_trl(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write metrics to `SPLIT_results.json`, and to `all_results.json` if combined, as transformers does."""
-        from transformers.trainer_pt_utils import save_metrics
-
-        save_metrics(self, split, _named_as_in_trl(metrics), combined)
+        trainer_pt_utils.save_metrics(self, split, _named_as_in_trl(metrics), combined)
 
     def create_model_card(
         self,
@@ -276,7 +260,7 @@ class DPOTrainer:
         """Write the model card, README.md, to `model` in output_dir."""
         if not self.is_world_process_zero():
             return
-        config, state = self.config, self.state
+        config, state, path = self.config, self.state, self.config.policy_path
         records = reversed(read_records(config))
         evaluation: dict[str, Any] = next((record for record in records if "eval/loss" in record), {})
         text = model_card(
@@ -288,7 +272,7 @@ class DPOTrainer:
                 "learning rate": config.actor_train.training_args.learning_rate,
                 **{name: f"{value:.4f}" for name, value in evaluation.items() if name.startswith("eval/")},
             },
-            base_model=_hub_name(config.policy_path),
+            base_model=path if path and path.count("/") == 1 and not Path(path).exists() else None,  # a Hub name
             datasets=dataset_name,
             tags=["dpo", "thresher", *([tags] if isinstance(tags, str) else tags or [])],
             language=language,
@@ -400,8 +384,3 @@ def _devices(devices: int | Sequence[int] | None) -> dict[str, Any]:
 
 def _named_as_in_trl(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name_in_trl(name): value for name, value in metrics.items()}
-
-
-def _hub_name(path: str | None) -> str | None:
-    """Return the name of a model on the Hub; None for a path on this machine."""
-    return None if path is None or Path(path).exists() or path.count("/") != 1 else path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from thresher.builders.reference_mode import initial_adapter
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
-from thresher.config.strategies import import_function, strategy_names
+from thresher.config.strategies import strategy_names
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.spec import EngineCheck, ModelSource, ModelSpec, PolicySpec
@@ -26,7 +27,7 @@ def build_policy(
 ) -> TrainEngine:
     """Build the policy with its strategy, by default on its mapped device."""
     spec = policy_spec(config, layout, device or device_of(config.actor_train), world)
-    policy: TrainEngine = import_function(str(config.actor_train.strategy.build_train))(spec)
+    policy: TrainEngine = resolve_name(str(config.actor_train.strategy.build_train))(spec)
     return policy
 
 
@@ -88,7 +89,7 @@ def build_reference(
     """
     role = role or config.reference
     spec = reference_spec(config, layout, device or device_of(role), world, role)
-    reference: Engine = import_function(role.strategy.build_infer)(spec)
+    reference: Engine = resolve_name(role.strategy.build_infer)(spec)
     return reference
 
 
@@ -175,4 +176,4 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         model_args=args,
         pairs_per_step=config.pairs_per_step,
     )
-    import_function(strategy.check)(request)
+    resolve_name(strategy.check)(request)

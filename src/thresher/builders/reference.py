@@ -23,8 +23,7 @@ from thresher.engines.engine import Engine, TrainEngine
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config
 from thresher.observability.heartbeat import set_activity
-from thresher.reference.cache import ReferenceCache
-from thresher.reference.cache_admin import cache_root
+from thresher.reference.cache import ReferenceCache, cache_root
 from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, weights_digest
 from thresher.reference.scorers import LiveReference, PrecomputedReference, Reference, SyncedReference
 from thresher.reference.step_zero_check import Forwards

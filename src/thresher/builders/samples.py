@@ -15,7 +15,7 @@ from thresher.builders.reference import reference_digest
 from thresher.builders.reference_mode import initial_adapter
 from thresher.checkpoint.state import load_weights
 from thresher.config import DPOConfig
-from thresher.config.samples import SamplesConfig
+from thresher.config.data import SamplesConfig
 from thresher.data.tokenization.chat_template import load_template
 from thresher.engines.engine import TrainEngine
 from thresher.errors import UserError

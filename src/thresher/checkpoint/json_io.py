@@ -19,19 +19,16 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | tuple[Json, ...] | Ma
 _FLOAT = "$float"
 
 
-def dumps(value: Json, *, sort_keys: bool = False) -> str:
-    """Return a value as JSON text. Tuples become lists; everything else is equal after `loads`."""
-    return json.dumps(_to_json(value), allow_nan=False, ensure_ascii=False, indent=1, sort_keys=sort_keys)
-
-
 def encode(value: Json, *, sort_keys: bool = False) -> bytes:
-    """Return a value as the bytes of a JSON file."""
+    """Return a value as the bytes of a JSON file. Tuples become lists; everything else is equal after `decode`."""
+    text = json.dumps(_to_json(value), allow_nan=False, ensure_ascii=False, indent=1, sort_keys=sort_keys)
     # a lone surrogate is valid in a Python string but not in UTF-8, and must survive as well
-    return dumps(value, sort_keys=sort_keys).encode("utf-8", errors="surrogatepass")
+    return text.encode("utf-8", errors="surrogatepass")
 
 
-def loads(text: str) -> Any:
-    """Parse the output of `dumps`."""
+def decode(content: bytes) -> Any:
+    """Parse the output of `encode`."""
+    text = content.decode("utf-8", errors="surrogatepass")
     return json.loads(text, object_hook=_from_json, parse_constant=_reject_constant)
 
 
@@ -44,7 +41,7 @@ def load_json(path: Path) -> Any:
     """Read a file that `save_json` wrote."""
     # besides invalid JSON: a `$float` that is not a number, or nesting beyond the recursion limit
     with translate_read_errors(path, "valid JSON", ValueError, TypeError, OverflowError, RecursionError):
-        return loads(path.read_bytes().decode("utf-8", errors="surrogatepass"))
+        return decode(path.read_bytes())
 
 
 @contextmanager

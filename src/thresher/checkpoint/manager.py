@@ -5,18 +5,30 @@ All decisions are made from the files on disk, so a restarted run decides like a
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from thresher.checkpoint.manifest import MANIFEST_NAME, verify
-from thresher.checkpoint.save import Write, delete, recover, save_collectively, step_name, step_of
-from thresher.distributed.run_on_all import Communicator
+from thresher.checkpoint.manifest import MANIFEST_NAME, Digests, FileRecord, record_files, verify
+from thresher.checkpoint.save import (
+    Staging,
+    Write,
+    create_staging,
+    delete,
+    discard,
+    publish,
+    recover,
+    step_name,
+    step_of,
+    translate_save_errors,
+)
+from thresher.distributed.run_on_all import Communicator, run_on_all
 from thresher.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 # the ranks verify the other files, of which this process reads none
 READ_BY_DRIVER = ("config.json", "trainer.json")
 
@@ -48,9 +60,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def latest(
-    root: Path, *, digests: bool | Collection[str] = True, damaged: DamagedCheckpoints | None = None
-) -> Path | None:
+def latest(root: Path, *, digests: Digests = True, damaged: DamagedCheckpoints | None = None) -> Path | None:
     """Find the newest valid checkpoint; warn about each newer one that is not, unless it is known to be damaged."""
     for path in reversed(list_checkpoints(root)):
         if damaged is not None and damaged.find(path) is not None:
@@ -63,11 +73,7 @@ def latest(
 
 
 def resolve_resume(
-    value: Literal[False] | str,
-    root: Path,
-    *,
-    digests: bool | Collection[str] = True,
-    damaged: DamagedCheckpoints | None = None,
+    value: Literal[False] | str, root: Path, *, digests: Digests = True, damaged: DamagedCheckpoints | None = None
 ) -> Path | None:
     """Turn the setting `resume_from_checkpoint` into a verified checkpoint.
 
@@ -78,8 +84,7 @@ def resolve_resume(
     if value == "auto":
         return latest(root, digests=digests, damaged=damaged)
     path = Path(value)
-    inner = list_checkpoints(path)
-    if inner:
+    if inner := list_checkpoints(path):
         raise CheckpointError(f"{path} contains checkpoints but is not one itself; did you mean {inner[-1]}?")
     verify(path, digests=digests)
     if damaged is not None and (reason := damaged.find(path)) is not None:
@@ -126,12 +131,16 @@ def prune(root: Path, keep_last: int, best: Path | None = None, *, trusted: Path
     return to_delete
 
 
-def _invalid_reason(path: Path, *, digests: bool | Collection[str] = True) -> str | None:
+def _invalid_reason(path: Path, *, digests: Digests = True) -> str | None:
     try:
         step = verify(path, digests=digests).step
     except CheckpointError as error:
         return str(error)
     return None if step == step_of(path) else f"{path} contains step {step}, which is not the step in its name"
+
+
+def _on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
+    return run_on_all(communicator, function, "save the checkpoint", passed_on=CheckpointError)
 
 
 @dataclass(frozen=True)
@@ -145,13 +154,37 @@ class CheckpointManager:
 
     def save(self, step: int, write: Write, metrics: Mapping[str, float], communicator: Communicator) -> Path:
         """Publish the files that all processes write, then prune older checkpoints."""
-        published = self.path_for(step)
+        staging: Staging | None = None
 
-        def clean_up() -> None:
-            prune(self.root, self.keep_last, self.best(), trusted=published)
+        def create() -> Path | None:
+            nonlocal staging
+            staging = create_staging(self.root, step) if communicator.rank == 0 else None
+            return None if staging is None else staging.path
 
-        save_collectively(self.root, step, write, metrics, communicator, clean_up)
-        return published
+        def write_and_record() -> dict[str, FileRecord]:
+            assert path is not None  # noqa: S101  of rank 0
+            if not path.is_dir():
+                hint = "all workers must save to one shared file system"
+                raise CheckpointError(f"a worker cannot see {path}, which rank 0 created; {hint}")
+            with translate_save_errors(self.root, step):
+                return record_files(path, write(path))
+
+        def finish() -> None:
+            if staging is not None:
+                known = {name: record for of_rank in records for name, record in of_rank.items()}
+                published = publish(staging, metrics=metrics, records=known)
+                with translate_save_errors(self.root, step):
+                    prune(self.root, self.keep_last, self.best(), trusted=published)
+
+        try:
+            path = _on_all(communicator, create)[0]
+            records = _on_all(communicator, write_and_record)
+        except BaseException:
+            if staging is not None:
+                discard(staging)
+            raise
+        _on_all(communicator, finish)
+        return self.path_for(step)
 
     def path_for(self, step: int) -> Path:
         """Return the path of a step's checkpoint, published or not."""
@@ -171,13 +204,9 @@ class CheckpointManager:
         return self.look_up(setting, digests=READ_BY_DRIVER, damaged=damaged)
 
     def look_up(
-        self,
-        setting: Literal[False] | str,
-        *,
-        digests: bool | Collection[str],
-        damaged: DamagedCheckpoints | None = None,
+        self, setting: Literal[False] | str, *, digests: Digests, damaged: DamagedCheckpoints | None = None
     ) -> Path | None:
-        """Find the checkpoint to resume from; `verify` explains digests."""
+        """Find the checkpoint to resume from."""
         found = resolve_resume(setting, self.root, digests=digests, damaged=damaged)
         newer = [path for path in list_checkpoints(self.root) if found is None or path.name > found.name]
         if setting != "auto" and newer:  # two runs in one directory: a later `auto` would take the newest of either

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from thresher.checkpoint.json_io import Json, encode, load_json, save_json
 from thresher.distributed.run_on_all import Communicator, divide_by_size, run_on_all
@@ -23,6 +23,8 @@ MANIFEST_NAME = "manifest.json"
 # the number of the process that wrote a file
 _WRITER = re.compile(r"-(\d{5,})-of-\d{5,}\.safetensors$")
 _HINT = "resume from another checkpoint, or with `auto` from the newest valid one"
+# the digests to compare: True is all, False none; or the names of files
+Digests: TypeAlias = bool | Collection[str]
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,15 @@ def list_files(directory: Path) -> list[str]:
 
 def record_files(directory: Path, names: Sequence[str]) -> dict[str, FileRecord]:
     """Record the size and digest of files."""
+
+    def record(name: str) -> FileRecord:
+        with (directory / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileRecord(size=file.tell(), sha256=digest)
+
     # hashlib releases the GIL, so a few threads keep a fast disk busy
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return dict(zip(names, pool.map(_record, (directory / name for name in names)), strict=True))
-
-
-def _record(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(size=file.tell(), sha256=digest)
+        return dict(zip(names, pool.map(record, names), strict=True))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -92,59 +94,49 @@ def read_manifest(directory: Path) -> Manifest:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a manifest; {_HINT}")
     if content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {content.get('format')!r}, and this version reads format {FORMAT}; "
-            "resume with the version that wrote it"
-        )
+        problem = f"{path} has format {content.get('format')!r}, and this version reads format {FORMAT}"
+        raise CheckpointError(f"{problem}; resume with the version that wrote it")
     digest = content.pop("sha256", None)
     try:
         if digest != _digest_of(content):
             raise CheckpointError(f"{path} was modified after it was written; {_HINT}")
-        return _parse(content)
+        files = {name: FileRecord(record["size"], record["sha256"]) for name, record in content["files"].items()}
+        step, metrics = content["step"], content["metrics"]
+        is_valid = type(step) is int and all(type(value) in (int, float) for value in metrics.values())
+        if not is_valid or not all(type(each.size) is int and type(each.sha256) is str for each in files.values()):
+            raise TypeError("a value has the wrong type")
+        return Manifest(step, files, metrics)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest ({error}); {_HINT}") from error
 
 
-def _parse(content: Mapping[str, Any]) -> Manifest:
-    files = {
-        name: FileRecord(size=record["size"], sha256=record["sha256"]) for name, record in content["files"].items()
-    }
-    manifest = Manifest(content["step"], files, content["metrics"])
-    is_valid = (
-        type(manifest.step) is int
-        and all(type(each.size) is int and type(each.sha256) is str for each in files.values())
-        and all(type(value) in (int, float) for value in manifest.metrics.values())
-    )
-    if not is_valid:
-        raise TypeError("a value has the wrong type")
-    return manifest
-
-
-def verify(directory: Path, *, digests: bool | Collection[str] = True) -> Manifest:
-    """Check names and sizes of all files; raise a `CheckpointError` that lists every problem.
-
-    Args:
-        digests: True compares all digests, False none; or the names of the files to compare.
-    """
+def verify(directory: Path, *, digests: Digests = True) -> Manifest:
+    """Check names, sizes and digests of files; raise a `CheckpointError` that lists every problem."""
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")
     manifest = read_manifest(directory)
     present = set(list_files(directory))
-    problems = [f"{name} is missing" for name in sorted(manifest.files.keys() - present)]
-    problems += [f"{name} is not in the manifest" for name in sorted(present - manifest.files.keys())]
-    right_size = []
-    for name in sorted(present & manifest.files.keys()):
-        size = (directory / name).stat().st_size
-        if size == manifest.files[name].size:
-            right_size.append(name)
-        else:
-            problems.append(f"{name} has {size} bytes instead of {manifest.files[name].size}")
-    hashed = [name for name in right_size if digests is True or (digests is not False and name in digests)]
-    records = record_files(directory, hashed)
-    problems += [f"{name} does not match its digest" for name in hashed if records[name] != manifest.files[name]]
+    recorded = manifest.files
+    problems = [f"{name} is missing" for name in sorted(recorded.keys() - present)]
+    problems += [f"{name} is not in the manifest" for name in sorted(present - recorded.keys())]
+    sizes = {name: (directory / name).stat().st_size for name in sorted(present & recorded.keys())}
+    wrong = [name for name, size in sizes.items() if size != recorded[name].size]
+    problems += [f"{name} has {sizes[name]} bytes instead of {recorded[name].size}" for name in wrong]
+    wanted = sizes.keys() if digests is True else sizes.keys() & set(digests or ())
+    found = record_files(directory, sorted(wanted - {*wrong}))
+    problems += [f"{name} does not match its digest" for name in found if found[name] != recorded[name]]
     if problems:
         raise failed_verification(directory, problems)
     return manifest
+
+
+def is_same_checkpoint(new: Path, old: Path) -> bool:
+    """Return whether an older checkpoint is valid and has the same manifest."""
+    try:
+        verify(old)
+    except CheckpointError:
+        return False
+    return not old.is_symlink() and (new / MANIFEST_NAME).read_bytes() == (old / MANIFEST_NAME).read_bytes()
 
 
 def failed_verification(directory: Path, problems: Sequence[str]) -> CheckpointError:
@@ -165,10 +157,9 @@ def find_damage(directory: Path, group: Communicator) -> list[str]:
         try:
             records = record_files(directory, own)
         except OSError as error:  # the driver has seen all files
-            raise CheckpointError(
-                f"a worker on {socket.gethostname()} cannot read {error.filename or directory} "
-                f"({error.strerror or error}); all workers must resume from one shared file system"
-            ) from error
+            unread = f"{error.filename or directory} ({error.strerror or error})"
+            hint = "all workers must resume from one shared file system"
+            raise CheckpointError(f"a worker on {socket.gethostname()} cannot read {unread}; {hint}") from error
         return [f"{name} does not match its digest" for name in own if records[name] != files[name]]
 
     gathered = run_on_all(group, verify, "verify the checkpoint", passed_on=CheckpointError)

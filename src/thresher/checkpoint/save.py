@@ -1,4 +1,4 @@
-"""Write one checkpoint: all processes write into a staging directory, and rank 0 publishes it by one rename.
+"""Staging of one checkpoint: all processes write into a directory, and rank 0 publishes it by one rename.
 
 Decides names and the order of disk operations; the content of the files is left to the caller.
 
@@ -19,19 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias, TypeVar
+from typing import BinaryIO, TypeAlias
 
 from thresher import durable
 from thresher.checkpoint.manifest import (
-    MANIFEST_NAME,
     FileRecord,
     Manifest,
+    is_same_checkpoint,
     list_files,
     record_files,
-    verify,
     write_manifest,
 )
-from thresher.distributed.run_on_all import Communicator, run_on_all
 from thresher.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -39,6 +37,8 @@ _STAGING = ".staging-"
 _REPLACED = ".replaced-"
 _DELETED = ".deleted-"
 _LOCK = ".lock"
+# writes this process's files into a directory and returns their names
+Write: TypeAlias = Callable[[Path], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,7 @@ def create_staging(root: Path, step: int) -> Staging:
 
 
 def publish(
-    staging: Staging,
-    *,
-    metrics: Mapping[str, float] | None = None,
-    records: Mapping[str, FileRecord] | None = None,
+    staging: Staging, *, metrics: Mapping[str, float] | None = None, records: Mapping[str, FileRecord] | None = None
 ) -> Path:
     """Turn a staging directory into the checkpoint of its step and return the path.
 
@@ -100,15 +97,13 @@ def publish(
             names = list_files(staging.path)
             known = dict(records or {})
             if missing := sorted(known.keys() - set(names)):
-                raise CheckpointError(
-                    f"rank 0 cannot see {', '.join(missing)} in {staging.path}; "
-                    "all ranks must save to one shared file system"
-                )
+                problem = f"rank 0 cannot see {', '.join(missing)} in {staging.path}"
+                raise CheckpointError(f"{problem}; all ranks must save to one shared file system")
             _sync_tree(staging.path)
             known |= record_files(staging.path, [name for name in names if name not in known])
             write_manifest(staging.path, Manifest(staging.step, known, metrics or {}))
             durable.sync_directory(staging.path)
-            if not _is_same_checkpoint(staging.path, target):
+            if not is_same_checkpoint(staging.path, target):
                 _replace(staging.path, target)
             durable.sync_directory(root)
     finally:
@@ -175,14 +170,6 @@ def _replace(source: Path, target: Path) -> None:
     durable.remove(old)
 
 
-def _is_same_checkpoint(new: Path, old: Path) -> bool:
-    try:
-        verify(old)
-    except CheckpointError:
-        return False
-    return not old.is_symlink() and (new / MANIFEST_NAME).read_bytes() == (old / MANIFEST_NAME).read_bytes()
-
-
 def _sync_tree(root: Path) -> None:
     for directory, _, names in os.walk(root):
         for name in names:
@@ -202,11 +189,10 @@ def _release(path: Path, lock: BinaryIO) -> None:
 
 def _is_locked(path: Path) -> bool:
     try:
-        lock = path.open("rb+")
+        with path.open("rb+") as lock:
+            return not durable.lock(lock.fileno())
     except FileNotFoundError:
         return False
-    with lock:
-        return not durable.lock(lock.fileno())
 
 
 def translate_save_errors(root: Path, step: int) -> AbstractContextManager[None]:
@@ -217,56 +203,3 @@ def translate_save_errors(root: Path, step: int) -> AbstractContextManager[None]
         also=". Older checkpoints are intact",
         kind=CheckpointError,
     )
-
-
-T = TypeVar("T")
-# Writes this process's files into a directory and returns their names.
-Write: TypeAlias = Callable[[Path], Sequence[str]]
-
-
-def save_collectively(
-    root: Path,
-    step: int,
-    write: Write,
-    metrics: Mapping[str, float],
-    communicator: Communicator,
-    clean_up: Callable[[], None],
-) -> None:
-    """Publish the files that all processes write; then rank 0 calls `clean_up`."""
-    staging: Staging | None = None
-
-    def create() -> Path | None:
-        nonlocal staging
-        staging = create_staging(root, step) if communicator.rank == 0 else None
-        return None if staging is None else staging.path
-
-    try:
-        path = _on_all(communicator, create)[0]
-        assert path is not None  # noqa: S101  of rank 0
-        records = _on_all(communicator, lambda: _write_and_record(write, path, root, step))
-    except BaseException:
-        if staging is not None:
-            discard(staging)
-        raise
-
-    def finish() -> None:
-        if staging is not None:
-            all_records = {name: record for of_rank in records for name, record in of_rank.items()}
-            publish(staging, metrics=metrics, records=all_records)
-            with translate_save_errors(root, step):
-                clean_up()
-
-    _on_all(communicator, finish)
-
-
-def _write_and_record(write: Write, path: Path, root: Path, step: int) -> dict[str, FileRecord]:
-    if not path.is_dir():
-        raise CheckpointError(
-            f"a worker cannot see {path}, which rank 0 created; all workers must save to one shared file system"
-        )
-    with translate_save_errors(root, step):
-        return record_files(path, write(path))
-
-
-def _on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
-    return run_on_all(communicator, function, "save the checkpoint", passed_on=CheckpointError)

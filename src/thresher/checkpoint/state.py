@@ -16,7 +16,7 @@ from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
 
 STEM = "weights"
-Spec = tuple[tuple[int, ...], torch.dtype]
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 
 
 class State(NamedTuple):
@@ -43,16 +43,11 @@ def load_weights(
     directory: Path,
     parameters: Mapping[str, Tensor],
     *,
-    hint: str,
+    hint: str,  # what to do if the weights belong to another model, for the error message
     stem: str = STEM,
-    other_rank_names: Collection[str] = (),
+    other_rank_names: Collection[str] = (),  # of parameters that only other ranks have
 ) -> None:
-    """Copy a checkpoint's weights bitwise, the local shards of sharded ones; nothing is copied if one does not match.
-
-    Args:
-        hint: what to do if the weights belong to another model, for the error message.
-        other_rank_names: names of parameters that only other ranks have.
-    """
+    """Copy a checkpoint's weights bitwise, the local shards of sharded ones; copy nothing if one does not match."""
     with ShardedReader(directory, stem) as reader:
         expected = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
         check_specs(directory, reader.specs(), expected, hint=hint, other_rank_names=other_rank_names)
@@ -61,21 +56,13 @@ def load_weights(
 
 
 def check_specs(
-    directory: Path,
-    found: Mapping[str, Spec],
-    expected: Mapping[str, Spec],
-    *,
-    hint: str,
-    other_rank_names: Collection[str],
+    directory: Path, found: Specs, expected: Specs, *, hint: str, other_rank_names: Collection[str]
 ) -> None:
     """Reject weights of another model: shapes and dtypes by name must match this run's."""
     names = {*found, *expected}.difference(other_rank_names) | expected.keys()
-    different = sorted(name for name in names if found.get(name) != expected.get(name))
-    if different:
-        raise CheckpointError(
-            f"the checkpoint in {directory} was made for another model: {len(different)} weights differ, such as "
-            f"{different[0]}; {hint}"
-        )
+    if different := sorted(name for name in names if found.get(name) != expected.get(name)):
+        differ = f"{len(different)} weights differ, such as {different[0]}"
+        raise CheckpointError(f"the checkpoint in {directory} was made for another model: {differ}; {hint}")
 
 
 def optimizer_state(
@@ -161,30 +148,21 @@ def _shapes(
 
 def _name_of(parameter: Parameter, names: Mapping[Parameter, str]) -> str:
     if parameter not in names:
-        raise CheckpointError(
-            f"a parameter of shape {tuple(parameter.shape)} in the optimizer has no name; "
-            "build the optimizer from the model that the names come from"
-        )
+        problem = f"a parameter of shape {tuple(parameter.shape)} in the optimizer has no name"
+        raise CheckpointError(f"{problem}; build the optimizer from the model that the names come from")
     return names[parameter]
 
 
 def check_groups(
     saved: Mapping[str, Any], kind: str, groups: Sequence[Mapping[str, list[int]]], other_rank_names: Collection[str]
 ) -> None:
-    """Reject the state of another optimizer: its kind, and each group's shapes by name, must match this run's.
-
-    Args:
-        saved: the values of a `State`.
-        other_rank_names: names of parameters that only other ranks have.
-    """
+    """Reject the state of another optimizer: its kind, and each group's shapes by name, must match this run's."""
     hint = "resume with the same model, adapter and optimizer as the checkpoint"
     if saved["type"] != kind:
         raise CheckpointError(f"the checkpoint has the state of {saved['type']}, this run uses {kind}; {hint}")
-    if len(saved["groups"]) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, "
-            f"this run's has {len(groups)}; {hint}"
-        )
+    if (num_saved := len(saved["groups"])) != len(groups):
+        counts = f"the checkpoint's optimizer has {num_saved} parameter groups, this run's has {len(groups)}"
+        raise CheckpointError(f"{counts}; {hint}")
     for index, (here, saved_group) in enumerate(zip(groups, saved["groups"], strict=True)):
         stored = dict(zip(saved_group["names"], saved_group["shapes"], strict=True))
         problems = [f"{name} is not in the checkpoint" for name in sorted(here.keys() - stored.keys())]
@@ -207,9 +185,8 @@ def capture_rng() -> State:
     version, words, gauss_next = random.getstate()
     legacy = np.random.get_state(legacy=False)
     if not isinstance(legacy, dict) or legacy["bit_generator"] != "MT19937":
-        raise CheckpointError(
-            "NumPy's global generator was replaced, and only the default MT19937 can be saved; do not replace it"
-        )
+        problem = "NumPy's global generator was replaced, and only the default MT19937 can be saved"
+        raise CheckpointError(f"{problem}; do not replace it")
     tensors = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),

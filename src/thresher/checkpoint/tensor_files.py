@@ -30,14 +30,17 @@ from thresher.checkpoint.json_io import translate_read_errors
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
 
+Shape = tuple[int, ...]
+Slices = tuple[slice, ...]
+
 
 @dataclass(frozen=True)
 class TensorShard:
     """A contiguous block of a global tensor: `values` at `offset` in a tensor of `shape`."""
 
     values: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    shape: Shape
+    offset: Shape
 
     @property
     def is_full(self) -> bool:
@@ -49,7 +52,7 @@ class FlatShard:
     """Consecutive elements of a global tensor in row-major order: 1-D `values` from element `start` of `shape`."""
 
     values: Tensor
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
 
     @property
@@ -60,7 +63,7 @@ class FlatShard:
 Shard: TypeAlias = TensorShard | FlatShard
 
 
-def flat_blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def flat_blocks(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     """Split the elements [start, stop) of a flattened tensor into contiguous blocks, in order: (offset, shape) each."""
     if start >= stop:
         return
@@ -78,9 +81,7 @@ def flat_blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
     yield from _in_row(shape, last, last * row, stop)
 
 
-def _in_row(
-    shape: tuple[int, ...], index: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     begin = index * prod(shape[1:])
     for offset, block in flat_blocks(shape[1:], start - begin, stop - begin):
         yield (index, *offset), (1, *block)
@@ -145,13 +146,9 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     tied: dict[str, str] = {}
     name_of_memory: dict[tuple[object, ...], str] = {}
     for name, tensor in sorted(tensors.items()):
+        memory = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
         # all empty tensors have address 0 and share nothing
-        memory = (
-            (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
-            if tensor.numel()
-            else (name,)
-        )
-        first = name_of_memory.setdefault(memory, name)
+        first = name_of_memory.setdefault(memory, name) if tensor.numel() else name
         if first == name:
             first_names[name] = tensor
         else:
@@ -187,10 +184,6 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(dense.untyped_storage().data_ptr())
         plain[name] = dense
     return plain
-
-
-Shape = tuple[int, ...]
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -288,17 +281,13 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
                 found = list(_flat_blocks(global_shape, start, start + shape[0], file)) if is_inside else []
             else:
                 global_shape, offset = map(tuple, blocks.get(name, (shape, (0,) * len(shape))))
-                is_inside = all(
-                    0 <= first <= first + size <= full
-                    for first, size, full in zip(offset, shape, global_shape, strict=True)
-                )
+                placed = zip(offset, shape, global_shape, strict=True)
+                is_inside = all(0 <= first <= first + size <= full for first, size, full in placed)
                 found = [(offset, _StoredBlock(shape, file))]
             tensor = self._tensors.setdefault(name, _GlobalTensor(global_shape, dtype, {}))
             if (tensor.shape, tensor.dtype) != (global_shape, dtype) or not is_inside:
-                raise CheckpointError(
-                    f"{self._directory / file} has a shard of {name} that does not match the others; "
-                    "resume from another checkpoint"
-                )
+                problem = f"{self._directory / file} has a shard of {name} that does not match the others"
+                raise CheckpointError(f"{problem}; resume from another checkpoint")
             tensor.blocks.update(found)  # two processes may both store a tensor that they share
 
     def _translate_errors(self, file: str) -> contextlib.AbstractContextManager[None]:

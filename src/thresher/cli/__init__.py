@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from thresher import __version__
@@ -26,8 +29,10 @@ from thresher.cli.prepare import prepare
 from thresher.cli.report import report
 from thresher.cli.submit import submit
 from thresher.cli.sweep import sweep
+from thresher.cli.terminal import choose_level, log_to_terminal, use_plain_lines
 from thresher.cli.train import train
 from thresher.errors import PeerError, RunStopped, UserError, unusable_path
+from thresher.redact import escape_control_chars, redact_text
 
 # a path that cannot be used: no permission, a read-only disk, or a file instead of a directory
 _PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
@@ -105,7 +110,6 @@ def set_up(
 ) -> None:
     """Show the messages of a command at the requested level."""
     from thresher import importers
-    from thresher.cli.terminal import choose_level, log_to_terminal, use_plain_lines
 
     importers.install()
     use_plain_lines(plain)
@@ -129,26 +133,13 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in _PATH_ERRNOS and error.filename is not None:
             _exit_with(unusable_path(error.filename, error.strerror))
         # a bug: show the traceback with secrets masked, since libraries quote URLs in full
-        import traceback
-
-        from thresher.redact import escape_control_chars, redact_text
-
         sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
         sys.exit(1)
 
 
 def _exit_with(error: UserError) -> NoReturn:
-    from rich.console import Console
-
     console = Console(stderr=True, highlight=False)
+    text = Text.assemble(("error:", "bold red"), f" {escape_control_chars(str(error))}")
     # a terminal would break long lines within words; a file gets them as they are
-    console.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=not console.is_terminal)
+    console.print(text, soft_wrap=not console.is_terminal)
     sys.exit(2)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    from thresher.redact import escape_control_chars
-
-    return escape(escape_control_chars(text))

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
+from thresher.errors import UserError
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that override the file, such as beta=0.2."),
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that override the file, such as beta=0.2.")
 ]
 
 
@@ -30,7 +31,6 @@ class ConfigCommand(TyperCommand):
 def _reject_setting(option: str, value: str) -> None:
     from thresher.config import DPOConfig
     from thresher.config.section import known_keys
-    from thresher.errors import UserError
 
     wanted = option.removeprefix("--").replace("-", "_")
     for key, _ in known_keys(DPOConfig):

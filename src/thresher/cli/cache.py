@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import filesize
+
+from thresher.cli.terminal import make_table, print_lines, result_console
+from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.data.store.cache import CachedStore
-    from thresher.reference.cache_admin import CachedReference
+    from thresher.reference.cache import CachedReference
 
 cache_app = typer.Typer(
     help="List, verify or prune the caches of reference log-probs and prepared pairs.", no_args_is_help=True
@@ -24,11 +28,8 @@ _SECONDS_PER_DAY = 24 * 3600.0
 @cache_app.command("ls")
 def list_cache(cache_dir: CacheDir = None) -> None:
     """List the reference models and the prepared stores in the cache, the most recently used first."""
-    from rich import filesize
-
-    from thresher.cli.terminal import print_line
     from thresher.data.store.cache import StoreCache, list_stores
-    from thresher.reference.cache_admin import cache_root, list_references
+    from thresher.reference.cache import cache_root, list_references
 
     root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
     references, stores = list_references(root), list_stores(stores_root)
@@ -40,7 +41,7 @@ def list_cache(cache_dir: CacheDir = None) -> None:
         texts = ["fingerprint", "model", "dtype"]
         _print_table(f"Reference cache in {root}", texts, ["pairs", "shards", "size"], rows)
     else:
-        print_line(f"{root} is empty; `thresher precompute-reference` and runs with reference.mode=precompute fill it")
+        print_lines(f"{root} is empty; `thresher precompute-reference` and runs with reference.mode=precompute fill it")
     if stores:
         rows = []
         for store in stores:
@@ -48,15 +49,14 @@ def list_cache(cache_dir: CacheDir = None) -> None:
             rows.append((store.identity[:12], _name_sources(store), f"{store.num_pairs:,}", size, _age(store)))
         _print_table(f"Prepared stores in {stores_root}", ["fingerprint", "files"], ["pairs", "size"], rows)
     else:
-        print_line(f"{stores_root} is empty; runs that prepare pairs fill it")
+        print_lines(f"{stores_root} is empty; runs that prepare pairs fill it")
 
 
 @cache_app.command()
 def verify(cache_dir: CacheDir = None) -> None:
     """Verify the checksums of all shards and stores; exit with code 1 if any are damaged."""
-    from thresher.cli.terminal import print_line
     from thresher.data.store.cache import StoreCache, verify_stores
-    from thresher.reference.cache_admin import cache_root, verify_cache
+    from thresher.reference.cache import cache_root, verify_cache
 
     root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
     num_valid, num_damaged, num_pairs = 0, 0, 0
@@ -66,16 +66,16 @@ def verify(cache_dir: CacheDir = None) -> None:
             num_pairs += shard.num_pairs
         else:
             num_damaged += 1
-            print_line(f"damaged: {shard.path} {problem}")
+            print_lines(f"damaged: {shard.path} {problem}")
     problems = [problem for _, problem in verify_stores(stores_root)]
     damaged_stores = [problem for problem in problems if problem is not None]
     for problem in damaged_stores:
-        print_line(f"damaged: {problem}")
-    print_line(f"{root}: {num_valid:,} valid shards with {num_pairs:,} pairs, {num_damaged:,} damaged")
+        print_lines(f"damaged: {problem}")
+    print_lines(f"{root}: {num_valid:,} valid shards with {num_pairs:,} pairs, {num_damaged:,} damaged")
     num_valid_stores = len(problems) - len(damaged_stores)
-    print_line(f"{stores_root}: {num_valid_stores:,} valid stores, {len(damaged_stores):,} damaged")
+    print_lines(f"{stores_root}: {num_valid_stores:,} valid stores, {len(damaged_stores):,} damaged")
     if num_damaged or damaged_stores:
-        print_line(
+        print_lines(
             "a run that needs them sets damaged shards and stores aside and computes them again; deleting them is safe"
         )
         raise typer.Exit(1)
@@ -94,59 +94,48 @@ def prune(
     cache_dir: CacheDir = None,
 ) -> None:
     """Remove references, stores and leftovers of killed runs from the cache; a dry run without --yes."""
-    from rich import filesize
-
-    from thresher.cli.terminal import print_line
+    from thresher.checkpoint.save import delete
     from thresher.data.store.cache import StoreCache, list_stores
-    from thresher.errors import UserError
-    from thresher.reference.cache_admin import CachedReference, cache_root, list_references, remove, stale_files
+    from thresher.reference.cache import CachedReference, cache_root, list_references, stale_files
 
     root, stores_root = cache_root(cache_dir), StoreCache(cache_dir).root
     entries: list[CachedReference | CachedStore] = [*list_references(root), *list_stores(stores_root)]
     if identity is not None:
         entries = [each for each in entries if each.identity.startswith(identity)]
         if not entries:
-            places = f"{root} or {stores_root}"
-            raise UserError(
-                f"nothing in {places} has a fingerprint that starts with {identity}; see `thresher cache ls`"
-            )
+            searched = f"{root} or {stores_root}"
+            absent = f"a fingerprint that starts with {identity}"
+            raise UserError(f"nothing in {searched} has {absent}; see `thresher cache ls`")
     if older_than is not None:
         entries = [each for each in entries if each.last_used < time.time() - older_than * _SECONDS_PER_DAY]
     for each in entries:
         what = each.model if isinstance(each, CachedReference) else _name_sources(each)
         size = filesize.decimal(each.num_bytes)
-        print_line(f"{each.identity[:12]}: {each.num_pairs:,} pairs of {what}, {size}, last used {_age(each)}")
+        print_lines(f"{each.identity[:12]}: {each.num_pairs:,} pairs of {what}, {size}, last used {_age(each)}")
     paths = [each.directory for each in entries]
     # files in a directory that is removed anyway are not listed again
     paths += [path for path in stale_files(root, stores_root) if path.parent not in paths]
     for path in paths[len(entries) :]:
-        print_line(f"leftover: {path}")
+        print_lines(f"leftover: {path}")
     if not paths:
-        print_line(f"nothing to remove in {root}")
+        print_lines(f"nothing to remove in {root}")
     elif yes:
-        remove(paths)
-        print_line("removed")
+        for path in paths:
+            if path.is_dir():
+                delete(path)
+            else:
+                path.unlink(missing_ok=True)
+        print_lines("removed")
     else:
-        print_line("nothing was removed; pass --yes to remove these")
+        print_lines("nothing was removed; pass --yes to remove these")
 
 
 def _print_table(title: str, texts: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns of text, columns of numbers, and the time of last use."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from thresher.redact import escape_control_chars
-
-    table = Table(title=title, title_justify="left")
-    table.add_column(texts[0], no_wrap=True)
-    for heading in texts[1:]:
-        table.add_column(heading, overflow="fold")
-    for heading in (*numbers, "last used"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(escape_control_chars(text)) for text in row))
-    Console().print(table)
+    table = make_table(title, texts, (*numbers, "last used"), rows)
+    for column in (table.columns[0], *table.columns[len(texts) :]):
+        column.no_wrap = True
+    result_console().print(table)
 
 
 def _name_sources(store: CachedStore) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from thresher.cli.terminal import print_lines, progress_console
+from thresher.errors import UserError
 from thresher.observability.details import PHASE
 
 logger = logging.getLogger(__name__)
@@ -28,58 +29,36 @@ def demo(
     ] = None,
 ) -> None:
     """Run the quickstart: make a tiny model, check, prepare, plan, train, export and report, in about a minute."""
-    from thresher.cli.check import check
-    from thresher.cli.export import export
-    from thresher.cli.prepare import prepare_from_config
-    from thresher.cli.report import report
-    from thresher.cli.terminal import print_line
-    from thresher.cli.train import train
-
     started = time.monotonic()
-    _create(output)
+    config = output / "dpo_config.yaml"
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        hint = f", or continue its run with: thresher train {config}" if config.is_file() else ""
+        raise UserError(f"{output} exists; choose a different --output, or remove it{hint}")
+    output.mkdir(parents=True, exist_ok=True)
     has_report = all(importlib.util.find_spec(name) for name in ("jinja2", "vl_convert"))
     if not has_report:
         logger.warning("the report needs other packages; run `pip install 'thresher[report]'` before the next demo")
-    config = _make_inputs(output, model, data or [])
-    run, exported, page = output / "run", output / "exported", output / "report.html"
-
-    _announce("check", str(config))
-    check(config)
-    _announce("prepare", "--config", str(config), "--output", str(output / "store"))
-    prepare_from_config(config, output / "store")
-    _announce("plan", str(config))
-    _plan(config)
-    _announce("train", str(config))
-    train(config)
-    _announce("export", str(run), "--output", str(exported))
-    export(run, exported)
+    _make_inputs(output, model, data or [])
+    run, page = output / "run", output / "report.html"
+    _run("check", config)
+    _run("prepare", "--config", config, "--output", output / "store")
+    _run("plan", config)  # its exit code says whether the run fits on GPUs that the demo does not need
+    _run("train", config)
+    _run("export", run, "--output", output / "exported")
     _show_gain(run)
     if has_report:
-        _announce("report", str(run), "--output", str(page))
-        report([run], page)
+        _run("report", run, "--output", page)
     logger.info("")
     logger.info("the demo took %.0f s; what to do next:", time.monotonic() - started)
     if has_report:
-        print_line(f"  open {page.resolve().as_uri()} in a browser")
-    print_line(f"  thresher train {config} beta=0.5 output_dir={output / 'run2'}       # another run")
+        print_lines(f"  open {page.resolve().as_uri()} in a browser")
+    print_lines(f"  thresher train {config} beta=0.5 output_dir={output / 'run2'}       # another run")
     if has_report:
-        print_line(f"  thresher report {run} {output / 'run2'} -o compare.html    # both runs in one report")
-    print_line("  thresher demo --model DIR --data FILE -o DIR               # your model and your pairs")
+        print_lines(f"  thresher report {run} {output / 'run2'} -o compare.html    # both runs in one report")
+    print_lines("  thresher demo --model DIR --data FILE -o DIR               # your model and your pairs")
 
 
-def _create(directory: Path) -> None:
-    from thresher.errors import UserError
-
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        hint = f"or continue its run with: thresher train {directory / 'dpo_config.yaml'}"
-        is_demo = (directory / "dpo_config.yaml").is_file()
-        raise UserError(
-            f"{directory} exists; choose a different --output, or remove it{', ' + hint if is_demo else ''}"
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-
-
-def _make_inputs(directory: Path, model: str | None, data: list[str]) -> Path:
+def _make_inputs(directory: Path, model: str | None, data: list[str]) -> None:
     """Make the model and the pairs that are not given, and the run's config."""
     from thresher.cli.run_display import run_display, silence_loud_loggers
 
@@ -97,31 +76,24 @@ def _make_inputs(directory: Path, model: str | None, data: list[str]) -> Path:
             tokenizer.save_pretrained(directory / "model")
             made.save_pretrained(directory / "model")
             logger.info("made a model of %s random weights: %s", f"{made.num_parameters():,}", directory / "model")
-    return write_config(directory, model=model, data=data)
+    write_config(directory, model=model, data=data)
 
 
 def _show_gain(run: Path) -> None:
     """Print the validation accuracy of the first and the last evaluation."""
-    from thresher.cli.terminal import print_line
     from thresher.observability.log_files import METRICS
     from thresher.observability.trackers.jsonl import read_metrics
 
     name = "eval/rewards/accuracies"
     seen = [record[name] for record in read_metrics(run / "logs" / METRICS) if name in record]
-    print_line(f"validation pairs that the model ranks as the data does: {seen[0]:.0%} before, {seen[-1]:.0%} after")
+    print_lines(f"validation pairs that the model ranks as the data does: {seen[0]:.0%} before, {seen[-1]:.0%} after")
 
 
-def _announce(command: str, *arguments: str) -> None:
-    """Show the command that does the next part."""
-    from thresher.cli.terminal import progress_console
+def _run(name: str, *arguments: str | Path) -> None:
+    """Show a command, and run it."""
+    from thresher.cli import app
 
-    line = " ".join(["thresher", command, *arguments])
-    progress_console().print(f"\n$ {line}", markup=False, style="bold", soft_wrap=True)
-
-
-def _plan(config: Path) -> None:
-    """Run `thresher plan`, whose exit code says whether the run fits on GPUs that the demo does not need."""
-    from thresher.cli.plan import plan
-
-    with contextlib.suppress(typer.Exit):
-        plan(config)
+    words = [name, *map(str, arguments)]
+    progress_console().print(f"\n$ thresher {' '.join(words)}", markup=False, style="bold", soft_wrap=True)
+    commands: Any = typer.main.get_command(app)
+    commands.commands[name].main(words[1:], prog_name=f"thresher {name}", standalone_mode=False)

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from thresher.cli.terminal import quiet_libraries
+from thresher.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,8 +39,6 @@ def export(
     from thresher.checkpoint.json_io import load_json
     from thresher.checkpoint.manager import best as best_checkpoint
     from thresher.checkpoint.manager import latest
-    from thresher.cli.terminal import quiet_libraries
-    from thresher.errors import UserError
 
     quiet_libraries()
     if dtype not in (None, "fp32", "bf16", "fp16"):

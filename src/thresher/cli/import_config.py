@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Table
+
+from thresher.errors import UserError
+from thresher.redact import escape_control_chars
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from thresher.importers.translation import Entry
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,6 @@ def import_config(
     """Translate a config of another trainer, and report how its keys were handled."""
     from thresher.cli.terminal import console
     from thresher.config.load import check_yaml_size
-    from thresher.errors import UserError
     from thresher.importers.convert import convert
 
     check_yaml_size(path)
@@ -79,12 +81,8 @@ def import_config(
 
 def entries_table(title: str, shown: Sequence[Entry]) -> Table:
     """Build the table of keys, grouped by outcome; keys that stop the import come first in their group."""
-    from rich.markup import escape
-    from rich.table import Table
-
     from thresher.importers.convert import shown_value
     from thresher.importers.translation import OUTCOMES
-    from thresher.redact import escape_control_chars
 
     table = Table(title=f"config of {title}", title_justify="left")
     for heading in (f"key of {title}", "value", "key here", "note"):

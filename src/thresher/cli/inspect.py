@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
+
+from thresher.cli.prepare_report import print_report
+from thresher.cli.terminal import print_lines
+from thresher.errors import UserError
+from thresher.redact import escape_control_chars
 
 if TYPE_CHECKING:
-    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
     from thresher.data.pair import Pair
     from thresher.data.store.reader import PairStore
 
-PROMPT_STYLE = "dim"
-UNSCORED_STYLE = "bright_black"
+PROMPT_STYLE, UNSCORED_STYLE = "dim", "bright_black"
 SCORED_STYLES = {"chosen": "green", "rejected": "red"}
 # around scored tokens where there are no colors: a pipe, a file, NO_COLOR
 SCORED_MARKS = ("[[", "]]")
@@ -33,7 +38,6 @@ def inspect(
 ) -> None:
     """Show the statistics of a store; with --pair, show which tokens of a pair are scored."""
     from thresher.data.store.reader import PairStore
-    from thresher.errors import UserError
 
     opened = PairStore.open(store)
     if verify:
@@ -49,43 +53,35 @@ def inspect(
 
 
 def _print_summary(store: PairStore) -> None:
-    from thresher.cli.prepare_report import print_report
-    from thresher.cli.terminal import print_line
     from thresher.data.prepare.report import report_of
 
     manifest = store.manifest
-    print_line(f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards")
-    print_line(f"content digest {store.digest[:16]}, fingerprint {store.fingerprint[:16]}")
-    print_line(f"tokenizer digest {store.tokenizer_digest[:16]}, template {manifest.get('template')}")
+    print_lines(
+        f"{store.path}: {len(store):,} pairs in {len(manifest['shards'])} shards",
+        f"content digest {store.digest[:16]}, fingerprint {store.fingerprint[:16]}",
+        f"tokenizer digest {store.tokenizer_digest[:16]}, template {manifest.get('template')}",
+    )
     print_report(report_of(store))
 
 
 def _print_pair(store: PairStore, number: int, model: str, *, ids: bool) -> None:
-    from rich.console import Console
-
     from thresher.data.prepare.prepare import tokenizer_digest
-    from thresher.errors import UserError
     from thresher.models.loading.load import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     if tokenizer_digest(tokenizer) != store.tokenizer_digest:
-        raise UserError(
-            f"{store.path} was not prepared with the tokenizer of {model}; pass the model or the "
-            "tokenizer that it was prepared with"
-        )
+        hint = "pass the model or the tokenizer that it was prepared with"
+        raise UserError(f"{store.path} was not prepared with the tokenizer of {model}; {hint}")
     pair = store[number]
     console = Console(highlight=False, soft_wrap=True)
     marks = SCORED_MARKS if console.no_color or console.color_system is None else ("", "")
     legend = f"; scored tokens are between {marks[0]} and {marks[1]}" if marks[0] else ""
     console.print(f"pair {number}: weight {pair.weight:g}, margin {pair.margin:g}{legend}", markup=False)
     for side in ("chosen", "rejected"):
-        console.rule(f"{side}: {_count(pair, side)}", align="left")
+        response, scored = _response(pair, side)
+        counts = f"{len(pair.prompt_ids)} prompt tokens, {len(response)} response tokens, {sum(scored)} scored"
+        console.rule(f"{side}: {counts}", align="left")
         console.print(render_side(pair, side, tokenizer, ids=ids, marks=marks))
-
-
-def _count(pair: Pair, side: str) -> str:
-    response, scored = _response(pair, side)
-    return f"{len(pair.prompt_ids)} prompt tokens, {len(response)} response tokens, {sum(scored)} scored"
 
 
 def _response(pair: Pair, side: str) -> tuple[list[int], list[bool]]:
@@ -97,14 +93,7 @@ def _response(pair: Pair, side: str) -> tuple[list[int], list[bool]]:
 def render_side(
     pair: Pair, side: str, tokenizer: PreTrainedTokenizerBase, *, ids: bool, marks: tuple[str, str] = ("", "")
 ) -> Text:
-    """Color one side: the prompt dim, scored tokens green or red, unscored tokens of the response gray.
-
-    marks: text before and after each run of scored tokens; with ids, around each scored token.
-    """
-    from rich.text import Text
-
-    from thresher.redact import escape_control_chars
-
+    """Color one side: the prompt dim, scored tokens green or red and between marks, unscored ones gray."""
     response, scored = _response(pair, side)
     sequence = [*pair.prompt_ids.tolist(), *response]
     styles = [PROMPT_STYLE] * len(pair.prompt_ids)
@@ -120,13 +109,9 @@ def render_side(
     for end in range(1, len(sequence) + 1):
         if end == len(sequence) or styles[end] != styles[start]:
             before, after = marks if styles[start] == SCORED_STYLES[side] else ("", "")
-            decoded = escape_control_chars(_decode_between(tokenizer, sequence, start, end))
-            text.append(f"{before}{decoded}{after}", styles[start])
+            # decoded from the first token: a piece decoded alone would lose its leading space
+            num_shown = len(str(tokenizer.decode(sequence[:start]))) if start else 0
+            decoded = str(tokenizer.decode(sequence[:end]))[num_shown:]
+            text.append(f"{before}{escape_control_chars(decoded)}{after}", styles[start])
             start = end
     return text
-
-
-def _decode_between(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> str:
-    # decoded from the start: a piece decoded alone would lose its leading space
-    before = str(tokenizer.decode(ids[:start])) if start else ""
-    return str(tokenizer.decode(ids[:end]))[len(before) :]

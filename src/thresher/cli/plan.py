@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.cli.terminal import quiet_libraries, working
 
 if TYPE_CHECKING:
     from thresher.plan.estimate import Estimate
@@ -32,7 +33,6 @@ def plan(
     """Predict memory, communication, time and cost of a run by formula; exit code 2 if it does not fit."""
     from thresher.builders.hardware import find_gpu
     from thresher.cli.plan_report import peak_of, print_json, print_plan
-    from thresher.cli.terminal import quiet_libraries, working
     from thresher.config import load_config
     from thresher.plan.estimate import estimate_run
     from thresher.plan.search import cheaper_meshes
@@ -53,7 +53,6 @@ def plan(
 
 def _simulate(estimate: Estimate) -> list[SimulatedRank]:
     """Simulate one rank after the other, and say which."""
-    from thresher.cli.terminal import working
     from thresher.plan.simulate.run import simulate_stage, typical_micro_batches
 
     micro_batches, stages = typical_micro_batches(estimate), estimate.processes

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich import filesize
 from rich.table import Table
-from rich.text import Text
 
 from thresher.builders.hardware import COMPUTE_RATES, LINK_RATE
 from thresher.builders.memory import RESERVED
-from thresher.cli.terminal import result_console
+from thresher.cli.terminal import make_table, print_lines, result_console
 from thresher.plan.search import changes_that_help
-from thresher.redact import escape_control_chars, redact_text
 
 if TYPE_CHECKING:
     from thresher.plan.estimate import Estimate
@@ -34,23 +32,22 @@ def peak_of(estimate: Estimate, simulated: Sequence[SimulatedRank]) -> float:
 
 def print_plan(estimate: Estimate, meshes: Sequence[Proposal], simulated: Sequence[SimulatedRank]) -> None:
     console = result_console()
-
-    def say(*lines: str) -> None:
-        for line in lines:
-            console.print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
-
-    say(*_facts(estimate), "\nmemory per GPU at the peak of a step")
+    print_lines(*_facts(estimate), "\nmemory per GPU at the peak of a step")
     console.print(_memory_table(estimate))
     if any(stage.wire_bytes for stage in estimate.stages):
-        say("\nbytes that a GPU sends per step")
+        print_lines("\nbytes that a GPU sends per step")
         console.print(_traffic_table(estimate))
-    say("\nexpected seconds per step")
+    print_lines("\nexpected seconds per step")
     console.print(_time_table(estimate))
     if simulated:
-        say("\nsimulated on fake tensors: a step of the longest and of median micro-batches")
+        print_lines("\nsimulated on fake tensors: a step of the longest and of median micro-batches")
         console.print(_simulation_table(simulated))
-        say("the host waits for the device in", *_waits(simulated))
-    say(*_conclusion(estimate, peak_of(estimate, simulated)), *_mesh_lines(estimate, meshes))
+        waits: Counter[str] = Counter()
+        for rank in simulated:
+            waits |= Counter(rank.counted.reads)
+        lines = (f"  {count:>4} x {line}" for line, count in waits.most_common())
+        print_lines("the host waits for the device in", *lines)
+    print_lines(*_conclusion(estimate, peak_of(estimate, simulated)), *_mesh_lines(estimate, meshes))
 
 
 def _facts(estimate: Estimate) -> list[str]:
@@ -90,20 +87,14 @@ def _bytes(size: float) -> str:
     return filesize.decimal(round(size))
 
 
-def _table(first: str, others: Iterable[str]) -> Table:
-    table = Table()
-    table.add_column(first)
-    for title in others:
-        table.add_column(title, justify="right")
-    return table
-
-
-def _titles(estimate: Estimate) -> list[str]:
-    return ["every GPU" if stage.name == "all" else f"{stage.name} stage" for stage in estimate.stages]
+def _table(first: str, estimate: Estimate, *others: str) -> Table:
+    """Make a table with a column per stage."""
+    stages = ["every GPU" if stage.name == "all" else f"{stage.name} stage" for stage in estimate.stages]
+    return make_table("", [first], [*others, *stages])
 
 
 def _memory_table(estimate: Estimate) -> Table:
-    table, memories = _table("category", _titles(estimate)), [stage.memory for stage in estimate.stages]
+    table, memories = _table("category", estimate), [stage.memory for stage in estimate.stages]
     for name in memories[0].by_category:
         # a peak before the first backward has no gradients
         is_early = name == "gradients" and any(memory.optimizer and not memory.gradients for memory in memories)
@@ -115,7 +106,7 @@ def _memory_table(estimate: Estimate) -> Table:
 
 
 def _traffic_table(estimate: Estimate) -> Table:
-    table, cluster = _table("mesh dimension", ["link", *_titles(estimate)]), estimate.cluster
+    table, cluster = _table("mesh dimension", estimate, "link"), estimate.cluster
     for axis in dict.fromkeys(axis for stage in estimate.stages for axis in stage.wire_bytes):
         is_inside = cluster.bandwidth(axis, estimate.dims) >= LINK_RATE * cluster.gpu.intra_node
         sent = [_bytes(stage.wire_bytes.get(axis, 0)) for stage in estimate.stages]
@@ -124,7 +115,7 @@ def _traffic_table(estimate: Estimate) -> Table:
 
 
 def _time_table(estimate: Estimate) -> Table:
-    table, times = _table("work", _titles(estimate)), [stage.time for stage in estimate.stages]
+    table, times = _table("work", estimate), [stage.time for stage in estimate.stages]
     table.add_row("computing", *(_seconds(time.compute) for time in times))
     table.add_row("optimizer", *(_seconds(time.optimizer) for time in times))
     for axis in dict.fromkeys(axis for time in times for axis in time.communication):
@@ -153,7 +144,7 @@ def _duration(hours: float, prefix: str = "") -> str:
 def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
     """Counted and computed figures of one step, side by side."""
     titles = [title for rank in ranks for title in (f"rank {rank.counted.rank}, counted", "by formula")]
-    table = _table("of the simulated step", titles)
+    table, count = make_table("", ["of the simulated step"], titles), "{:,.0f}".format
 
     def add(name: str, show: Callable[[float], str], figures: Iterable[tuple[float, float | None]]) -> None:
         table.add_row(name, *("" if value is None else show(value) for pair in figures for value in pair))
@@ -165,28 +156,13 @@ def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
         add(f"sent, {axis}", _bytes, sent)
     table.add_section()
     for place, on_host in (("device", False), ("host", True)):
-        add(f"collectives on the {place}", _count, ((_calls(r, on_host=on_host), None) for r in ranks))
-    add("operations on the device", _count, ((r.counted.operations, None) for r in ranks))
+        calls = (sum(each.calls for each in r.counted.collectives if each.on_host == on_host) for r in ranks)
+        add(f"collectives on the {place}", count, ((number, None) for number in calls))
+    add("operations on the device", count, ((r.counted.operations, None) for r in ranks))
     flops = ((sum(r.counted.flops.values()) / 1e12, r.flops / 1e12) for r in ranks)
     add("TFLOP in matrix products", "{:,.2f}".format, flops)
-    add("waits of the host for the device", _count, ((sum(r.counted.reads.values()), None) for r in ranks))
+    add("waits of the host for the device", count, ((sum(r.counted.reads.values()), None) for r in ranks))
     return table
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _calls(rank: SimulatedRank, *, on_host: bool) -> int:
-    return sum(each.calls for each in rank.counted.collectives if each.on_host == on_host)
-
-
-def _waits(ranks: Sequence[SimulatedRank]) -> list[str]:
-    """Where the host waits for the device, most often first."""
-    waits: Counter[str] = Counter()
-    for rank in ranks:
-        waits |= Counter(rank.counted.reads)
-    return [f"  {count:>4} x {line}" for line, count in waits.most_common()]
 
 
 def _conclusion(estimate: Estimate, peak: float) -> list[str]:
@@ -229,17 +205,14 @@ def _mesh_lines(estimate: Estimate, meshes: Sequence[Proposal]) -> list[str]:
 def print_json(estimate: Estimate, meshes: Sequence[Proposal], simulated: Sequence[SimulatedRank]) -> None:
     workload, plan, cluster = estimate.workload, estimate.plan, estimate.cluster
     size = estimate.known.size.parameters
+    pairs = {"source": estimate.pairs.source, "is_assumed": estimate.pairs.is_assumed}
     values: dict[str, Any] = {
         "fits": peak_of(estimate, simulated) <= estimate.usable_memory,
         "gpu": vars(cluster.gpu),
         "num_gpus": cluster.num_gpus,
         "mesh": vars(estimate.dims),
         "parameters": {"total": round(size.total), "trained": round(size.trained)},
-        "pairs": {
-            "source": estimate.pairs.source,
-            "is_assumed": estimate.pairs.is_assumed,
-            "per_epoch": plan.num_pairs,
-        },
+        "pairs": {**pairs, "per_epoch": plan.num_pairs},
         "pairs_per_step": plan.pairs_per_step,
         "useful_tokens_per_step": workload.useful_per_step,
         "rows_per_step": workload.rows_per_step,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.cli.terminal import log_warnings, progress_lines, quiet_libraries
 
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
-
-logger = logging.getLogger(__name__)
 
 
 def precompute_reference(
@@ -23,15 +21,11 @@ def precompute_reference(
     ] = False,
 ) -> None:
     """Compute the reference log-probs of a run and cache them for this and later runs."""
+    from thresher.builders.preflight import check_run
     from thresher.config import load_config
 
     config = load_config(path, overrides or [])
-
-    from thresher.builders.preflight import check_run
-
-    for text in check_run(config, trains=False)[1]:
-        logger.warning("%s", text)
-
+    log_warnings(check_run(config, trains=False)[1])
     fill_cache(config, all_pairs=all_pairs)
 
 
@@ -39,7 +33,6 @@ def fill_cache(config: DPOConfig, *, all_pairs: bool) -> None:
     """Prepare the pairs and score the reference, with progress lines."""
     from thresher.builders.reference import precompute_reference
     from thresher.cli.prepare import build_and_report
-    from thresher.cli.terminal import progress_lines, quiet_libraries
 
     quiet_libraries()
     precompute_reference(config, all_pairs=all_pairs, progress=progress_lines(), build_store=build_and_report)

@@ -6,17 +6,19 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from thresher.cli.prepare_report import log_report, show_progress, summarize_changes
+from thresher.cli.prepare_report import log_report, show_progress
+from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from thresher.data.prepare.executor import Executor
     from thresher.data.prepare.report import PrepareReport
     from thresher.data.settings import DataSettings, OnBadRow, SpecialTokensInText, Truncation
 
@@ -27,19 +29,14 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _for_rows(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Rows and tokens")
+
+
+_ROW_SETTINGS = ("template", "truncation", "on_bad_row", "special_tokens_in_text")
+_RUN_SETTINGS = ("sequence_length", "chosen_key", "rejected_key", "prompt_key", "runtime", "ray_address")
 # {role} is actor_train or validation
-CONFIG_KEYS = {
-    "template": "{role}.data_args.template",
-    "sequence_length": "sequence_length",
-    "truncation": "{role}.data_args.truncation",
-    "on_bad_row": "{role}.data_args.on_bad_row",
-    "special_tokens_in_text": "{role}.data_args.special_tokens_in_text",
-    "chosen_key": "chosen_key",
-    "rejected_key": "rejected_key",
-    "prompt_key": "prompt_key",
-    "runtime": "runtime",
-    "ray_address": "ray_address",
-}
+CONFIG_KEYS = {name: f"{{role}}.data_args.{name}" for name in _ROW_SETTINGS} | {name: name for name in _RUN_SETTINGS}
 _TRUST = "actor_train.model_args.trust_remote_code=true"
 # as errors of preparation write the settings
 _IN_ERRORS = {
@@ -48,16 +45,7 @@ _IN_ERRORS = {
     "actor_train.data_args.file_name": "the files",
     _TRUST: f"{_TRUST} in a config file and pass it with --config",
 }
-
-
-ROWS, WORKERS = "Rows and tokens", "Workers"
-
-
-@dataclass(frozen=True)
-class RayCluster:
-    """A running Ray cluster, or a temporary one on this machine if address is None."""
-
-    address: str | None
+WORKERS = "Workers"
 
 
 def prepare(
@@ -82,28 +70,17 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")] = False,
     template: Annotated[
         str,
-        typer.Option(
-            help="auto (the tokenizer's chat template), raw (plain text), a family such as chatml, or a Jinja file.",
-            rich_help_panel=ROWS,
-        ),
+        _for_rows("auto (the tokenizer's chat template), raw (plain text), a family such as chatml, or a Jinja file."),
     ] = "auto",
-    sequence_length: Annotated[
-        int, typer.Option(help="Maximum tokens of the prompt plus the longer response.", rich_help_panel=ROWS)
-    ] = 1024,
-    truncation: Annotated[
-        str, typer.Option(help="Pairs that are too long: drop, prompt_start or response_end.", rich_help_panel=ROWS)
-    ] = "drop",
-    on_bad_row: Annotated[
-        str, typer.Option(help="Rows that cannot be read: fail, skip or quarantine.", rich_help_panel=ROWS)
-    ] = "fail",
+    sequence_length: Annotated[int, _for_rows("Maximum tokens of the prompt plus the longer response.")] = 1024,
+    truncation: Annotated[str, _for_rows("Pairs that are too long: drop, prompt_start or response_end.")] = "drop",
+    on_bad_row: Annotated[str, _for_rows("Rows that cannot be read: fail, skip or quarantine.")] = "fail",
     special_tokens_in_text: Annotated[
-        str, typer.Option(help="Text that contains a special token: keep_as_text or reject.", rich_help_panel=ROWS)
+        str, _for_rows("Text that contains a special token: keep_as_text or reject.")
     ] = "keep_as_text",
-    chosen_key: Annotated[str | None, typer.Option(help="Column of the chosen response.", rich_help_panel=ROWS)] = None,
-    rejected_key: Annotated[
-        str | None, typer.Option(help="Column of the rejected response.", rich_help_panel=ROWS)
-    ] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="Column of the prompt.", rich_help_panel=ROWS)] = None,
+    chosen_key: Annotated[str | None, _for_rows("Column of the chosen response.")] = None,
+    rejected_key: Annotated[str | None, _for_rows("Column of the rejected response.")] = None,
+    prompt_key: Annotated[str | None, _for_rows("Column of the prompt.")] = None,
     num_processes: Annotated[
         int | None, typer.Option("--num-processes", "-n", help="Tokenizer processes.", rich_help_panel=WORKERS)
     ] = None,
@@ -117,13 +94,13 @@ def prepare(
 ) -> None:
     """Tokenize preference data into a store of pairs, and report what happened to every row."""
     from thresher.data.settings import DataSettings
-    from thresher.errors import UserError
 
     trust_remote_code = False
     with name_options_in_errors() if config is None else nullcontext():
         if config is not None:
-            reject_config_options(context, validation=validation)
-            settings, config_model, trusts_config_model, ray = _from_config(config, files or [], validation=validation)
+            _reject_options(context, config, validation=validation)
+            loaded = _from_config(config, files or [], validation=validation)
+            settings, config_model, trusts_config_model, runtime, ray_address = loaded
             model = model or config_model
             # the config trusts its own model, not one that --model names
             trust_remote_code = trusts_config_model and model == config_model
@@ -145,86 +122,61 @@ def prepare(
                 rejected_key=rejected_key,
                 prompt_key=prompt_key,
             )
-            ray = _read_runtime(runtime, ray_address)
+            if runtime not in ("local", "ray"):
+                raise UserError(f"--runtime is {runtime!r}; use local or ray")
+            if runtime == "local" and ray_address is not None:
+                raise UserError("--ray-address has no effect with --runtime local; pass --runtime ray")
         if model is None:
             raise UserError("no tokenizer is named; pass --model DIR")
         if output is None:
             raise UserError("no store is named; pass --output DIR")
         if num_processes is not None:
             settings = replace(settings, num_processes=num_processes)
-        report = _prepare_store(
-            settings, model, output, trust_remote_code=trust_remote_code, overwrite=overwrite, ray=ray
-        )
-    settings_to_change = [
-        spell_setting(name, in_config=config is not None, validation=validation)
-        for name in ("sequence_length", "truncation")
-    ]
-    if warning := report.truncation_warning(settings.truncation, *settings_to_change):
+        executor = None
+        if runtime == "ray":
+            from thresher.runtime.ray.ray_data import run_on_ray
+
+            executor = run_on_ray(settings.num_processes, ray_address)
+        report = _prepare_store(settings, model, output, executor, trusts=trust_remote_code, overwrite=overwrite)
+    to_change = [_spell_setting(name, config, validation=validation) for name in ("sequence_length", "truncation")]
+    if warning := report.truncation_warning(settings.truncation, *to_change):
         logger.warning("%s", warning)
     if against is not None:
         _log_leaks(output, against, report.pairs_kept)
 
 
-def prepare_from_config(path: Path, output: Path) -> None:
-    """Prepare the training pairs of a config and show the report."""
-    settings, model, trust_remote_code, ray = _from_config(path, [], validation=False)
-    _prepare_store(settings, str(model), output, trust_remote_code=trust_remote_code, overwrite=False, ray=ray)
-
-
-def reject_config_options(context: typer.Context, *, validation: bool) -> None:
+def _reject_options(context: typer.Context, config: Path, *, validation: bool) -> None:
     """Reject options that the config would silently override, and name the key to set instead."""
-    from thresher.errors import UserError
-
     for name in CONFIG_KEYS:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            setting = spell_setting(name, in_config=True, validation=validation)
-            raise UserError(
-                f"{_option(name)} has no effect with --config; leave it out and pass {setting}{context.params[name]} "
-                "instead"
-            )
+            setting = f"{_spell_setting(name, config, validation=validation)}{context.params[name]}"
+            raise UserError(f"{_option(name)} has no effect with --config; leave it out and pass {setting} instead")
 
 
-def spell_setting(name: str, *, in_config: bool, validation: bool) -> str:
-    """Return how to set an option, up to its value: `--name ` or `key=`."""
+def _spell_setting(name: str, config: Path | None, *, validation: bool) -> str:
+    """Return how to set an option, up to its value: `--name `, or `key=` with a config."""
     role = "validation" if validation else "actor_train"
-    return f"{CONFIG_KEYS[name].format(role=role)}=" if in_config else f"{_option(name)} "
+    return f"{_option(name)} " if config is None else f"{CONFIG_KEYS[name].format(role=role)}="
 
 
 @contextmanager
 def name_options_in_errors() -> Iterator[None]:
     """Replace config keys by options in the message of a `UserError`; `key=value` becomes `--key value`."""
-    from thresher.errors import UserError
-
-    keys = "|".join(re.escape(key) for key in _IN_ERRORS)
+    key = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _IN_ERRORS))})\b(=?)")
     try:
         yield
     except UserError as error:
-        named = re.sub(
-            rf"(?<![\w.-])({keys})\b(=?)",
-            lambda found: _IN_ERRORS[found[1]] + (" " if found[2] else ""),
-            str(error),
-        )
+        named = key.sub(lambda found: _IN_ERRORS[found[1]] + (" " if found[2] else ""), str(error))
         raise UserError(named) from error
-
-
-def _read_runtime(runtime: str, ray_address: str | None) -> RayCluster | None:
-    from thresher.errors import UserError
-
-    if runtime not in ("local", "ray"):
-        raise UserError(f"--runtime is {runtime!r}; use local or ray")
-    if runtime == "local" and ray_address is not None:
-        raise UserError("--ray-address has no effect with --runtime local; pass --runtime ray")
-    return RayCluster(ray_address) if runtime == "ray" else None
 
 
 def _from_config(
     path: Path, overrides: list[str], *, validation: bool
-) -> tuple[DataSettings, str | None, bool, RayCluster | None]:
-    """Return the settings, the path of the tokenizer, whether its code is trusted, and the cluster to run on."""
+) -> tuple[DataSettings, str | None, bool, str, str | None]:
+    """Return the settings, the path of the tokenizer, whether its code is trusted, the runtime and Ray's address."""
     from thresher.builders.data import data_settings
     from thresher.config import load_config
-    from thresher.errors import UserError
 
     config = load_config(path, overrides)
     if validation and config.validation is None:
@@ -233,18 +185,13 @@ def _from_config(
         raise UserError(f"{path} holds out training pairs for validation (validation.split); leave --validation out")
     args = config.validation.data_args if validation and config.validation else config.actor_train.data_args
     # not config.uses_ray: the number of training workers does not decide where to tokenize
-    ray = RayCluster(config.ray_address) if config.runtime == "ray" or config.ray_address else None
-    return data_settings(config, args), config.tokenizer_path, config.actor_train.model_args.trust_remote_code, ray
+    runtime = "ray" if config.runtime == "ray" or config.ray_address else "local"
+    trusts = config.actor_train.model_args.trust_remote_code
+    return data_settings(config, args), config.tokenizer_path, trusts, runtime, config.ray_address
 
 
 def _prepare_store(
-    settings: DataSettings,
-    model: str,
-    output: Path,
-    *,
-    trust_remote_code: bool,
-    overwrite: bool,
-    ray: RayCluster | None,
+    settings: DataSettings, model: str, output: Path, executor: Executor | None, *, trusts: bool, overwrite: bool
 ) -> PrepareReport:
     """Prepare a store and show its report; an existing store of the same data and settings is kept."""
     from thresher.data.prepare.prepare import store_fingerprint
@@ -252,13 +199,13 @@ def _prepare_store(
     from thresher.data.store.reader import PairStore
     from thresher.models.loading.load import load_tokenizer
 
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=trusts)
     if overwrite or not (output / "manifest.json").is_file():
-        return build_and_report(settings, tokenizer, output, overwrite=overwrite, ray=ray, in_full=True)
+        return build_and_report(settings, tokenizer, output, overwrite=overwrite, executor=executor, in_full=True)
     store = PairStore.open(output, expected_fingerprint=store_fingerprint(settings, tokenizer))
     logger.info("%s already contains these pairs", output)
     report = report_of(store)
-    _log_report(report, settings, output, in_full=True)
+    log_report(report, settings, output, in_full=True)
     return report
 
 
@@ -268,41 +215,25 @@ def build_and_report(
     output: Path,
     *,
     overwrite: bool = False,
-    ray: RayCluster | None = None,
+    executor: Executor | None = None,
     in_full: bool = False,
     show_work: Callable[[str], bool] = lambda what: False,
 ) -> PrepareReport:
-    """Build a store with a progress display, then show its report, even if no pair is left.
-
-    Args:
-        in_full: With tables; otherwise only warnings are shown, and the rest of the report is in `run.log`.
-        show_work: See `show_progress`.
-    """
+    """Build a store with a progress display, then show its report, even if no pair is left."""
     from thresher.data.prepare.prepare import NoPairsError
     from thresher.data.prepare.prepare import prepare as build
 
-    runner = None
-    if ray is not None:
-        from thresher.runtime.ray.ray_data import run_on_ray
-
-        runner = run_on_ray(settings.num_processes, ray.address)
     try:
         with show_progress(show_work) as show:
-            report = build(settings, tokenizer, output, show, overwrite=overwrite, executor=runner)
+            report = build(settings, tokenizer, output, show, overwrite=overwrite, executor=executor)
     except NoPairsError as error:
-        _log_report(error.report, settings, output, in_full=in_full)
+        log_report(error.report, settings, output, in_full=in_full)
         raise
-    logger.info("wrote %s pairs to %s%s", f"{report.pairs_kept:,}", output, summarize_changes(report))
-    _log_report(report, settings, output, in_full=in_full)
+    _, _, *changes = report.count_rows()
+    changed = "; " + ", ".join(f"{name} {count:,}" for name, count in changes) if changes else ""
+    logger.info("wrote %s pairs to %s%s", f"{report.pairs_kept:,}", output, changed)
+    log_report(report, settings, output, in_full=in_full)
     return report
-
-
-def _log_report(report: PrepareReport, settings: DataSettings, output: Path, *, in_full: bool) -> None:
-    from thresher.data.store.writer import quarantine_file
-
-    log_report(report, in_full=in_full)
-    if settings.on_bad_row == "quarantine" and report.bad_rows:
-        logger.warning("the bad rows are in %s", quarantine_file(output))
 
 
 def _log_leaks(store: Path, other: Path, num_pairs: int) -> None:

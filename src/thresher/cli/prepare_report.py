@@ -6,13 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from thresher.cli.terminal import is_live, make_table, print_lines, progress_console, result_console
+from thresher.observability.details import DETAIL
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from thresher.data.prepare.prepare import PrepareProgress
     from thresher.data.prepare.report import PrepareReport
+    from thresher.data.settings import DataSettings
 
 logger = logging.getLogger(__name__)
 
@@ -20,32 +25,19 @@ _LOG_INTERVAL = 10.0  # seconds
 
 
 @contextmanager
-def show_progress(
-    show_work: Callable[[str], bool] = lambda what: False,
-) -> Iterator[Callable[[PrepareProgress], None]]:
-    """Show a progress bar on a terminal, and log a line every few seconds elsewhere.
-
-    Args:
-        show_work: Shows the progress in a run's display, which has no room for another bar, and returns True.
-    """
+def show_progress(show_work: Callable[[str], bool]) -> Iterator[Callable[[PrepareProgress], None]]:
+    """Show a progress bar on a terminal, and log a line every few seconds elsewhere."""
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from thresher.cli.terminal import is_live, progress_console
-
-    if show_work("preparing"):
-
-        def show_as_work(progress: PrepareProgress) -> None:
-            show_work(_describe(progress))
-
-        yield show_as_work
+    if show_work("preparing"):  # a run's display, which has no room for another bar
+        yield lambda progress: show_work(_describe(progress))
         return
-    console = progress_console()
     if not is_live():
         yield _progress_lines()
         return
     columns = (TextColumn("preparing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Bar(*columns, TimeRemainingColumn(), console=progress_console(), transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def show(progress: PrepareProgress) -> None:
@@ -79,62 +71,35 @@ def _bad_rows(progress: PrepareProgress) -> str:
 
 def print_report(report: PrepareReport) -> None:
     """Print the report as the result of a command: what happened to every row, token lengths and findings."""
-    from thresher.cli.terminal import print_line, result_console
-
     _print_tables(report, result_console())
-    for _, line in report.notes():
-        print_line(line)
+    print_lines(*(line for _, line in report.notes()))
 
 
-def log_report(report: PrepareReport, *, in_full: bool = True) -> None:
-    """Show the report as messages: its tables if information is shown, and its notes at their level.
-
-    Not in full: tables become lines, and only warnings are shown by default.
-    """
-    from thresher.cli.terminal import progress_console
-    from thresher.observability.details import DETAIL
+def log_report(report: PrepareReport, settings: DataSettings, store: Path, *, in_full: bool) -> None:
+    """Show the report as messages; unless in full, tables become lines, and only warnings are shown by default."""
+    from thresher.data.prepare.report import percentile_names
+    from thresher.data.store.writer import quarantine_file
 
     if in_full:
         _print_tables(report, progress_console())
     else:
-        for line in _table_lines(report):
-            logger.info("%s", line, extra=DETAIL)
+        rows = ", ".join(f"{name} {count:,}" for name, count in report.count_rows())
+        logger.info("%s", rows, extra=DETAIL)
+        for side, values in report.percentiles.items():
+            lengths = zip(percentile_names(), values, strict=True)
+            line = ", ".join(f"{name} {value:,}" for name, value in lengths)
+            logger.info("tokens of %s: %s", side, line, extra=DETAIL)
     for level, line in report.notes():
         logger.log(level, "%s", line, extra=None if in_full or level > logging.INFO else DETAIL)
-
-
-def _table_lines(report: PrepareReport) -> Iterator[str]:
-    from thresher.data.prepare.report import percentile_names
-
-    yield ", ".join(f"{name} {count:,}" for name, count in report.count_rows())
-    for side, values in report.percentiles.items():
-        lengths = zip(percentile_names(), values, strict=True)
-        yield f"tokens of {side}: " + ", ".join(f"{name} {value:,}" for name, value in lengths)
+    if settings.on_bad_row == "quarantine" and report.bad_rows:
+        logger.warning("the bad rows are in %s", quarantine_file(store))
 
 
 def _print_tables(report: PrepareReport, console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from thresher.data.prepare.report import percentile_names
-    from thresher.redact import escape_control_chars
 
-    table = Table("", "count", title="Rows and pairs", title_justify="left")
-    table.columns[1].justify = "right"
-    for name, count in report.count_rows():
-        # escaped: the report of a store from elsewhere is untrusted
-        table.add_row(Text(escape_control_chars(name)), f"{count:,}")
-    console.print(table)
+    counts = [(name, f"{count:,}") for name, count in report.count_rows()]
+    console.print(make_table("Rows and pairs", [""], ["count"], counts))
     if report.percentiles:
-        lengths = Table("", *percentile_names(), title="Length in tokens", title_justify="left")
-        for column in lengths.columns[1:]:
-            column.justify = "right"
-        for name, values in report.percentiles.items():
-            lengths.add_row(Text(escape_control_chars(name)), *(f"{value:,}" for value in values))
-        console.print(lengths)
-
-
-def summarize_changes(report: PrepareReport) -> str:
-    """Count the rows that were changed or dropped, as the end of a line."""
-    _, _, *changes = report.count_rows()
-    return "; " + ", ".join(f"{name} {count:,}" for name, count in changes) if changes else ""
+        lengths = [(name, *(f"{value:,}" for value in values)) for name, values in report.percentiles.items()]
+        console.print(make_table("Length in tokens", [""], percentile_names(), lengths))

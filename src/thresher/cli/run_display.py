@@ -10,22 +10,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from thresher.cli.terminal import is_live, progress_console, progress_lines
+from thresher.cli.terminal import is_live, progress_console, quiet_libraries
 from thresher.observability.details import is_phase
 from thresher.observability.log_files import LIBRARIES
 from thresher.observability.run_log import LogFile
 from thresher.observability.trackers.console import ConsoleTracker
-from thresher.redact import RedactingFormatter
-
-if TYPE_CHECKING:
-    from thresher.builders.data import StoreBuilder
+from thresher.redact import RedactingHandler
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +34,8 @@ class LibraryMessages(logging.Handler):
     def __init__(self, directory: Path) -> None:
         super().__init__(logging.WARNING)
         self.path = directory / LIBRARIES
-        self._file: LogFile | None = None
+        self.file: LogFile | None = None  # opened with the first record
         self._waiting: deque[logging.LogRecord] = deque(maxlen=_KEPT)
-
-    @property
-    def has_file(self) -> bool:
-        return self._file is not None
 
     def emit(self, record: logging.LogRecord) -> None:
         self._waiting.append(record)
@@ -58,17 +48,17 @@ class LibraryMessages(logging.Handler):
         if not self._waiting or not self.path.parent.is_dir():
             return
         try:
-            self._file = self._file or LogFile(self.path)
+            self.file = self.file or LogFile(self.path)
         except OSError as error:
             logger.warning("could not open %s: %s", self.path, error.strerror or error)
             self._waiting.clear()
             return
         while self._waiting:
-            self._file.handle(self._waiting.popleft())
+            self.file.handle(self._waiting.popleft())
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
         super().close()
 
 
@@ -82,7 +72,7 @@ def keep_library_messages(directory: Path) -> Iterator[None]:
         yield
     except Exception:
         messages.write()
-        if messages.has_file:
+        if messages.file is not None:
             logger.info("messages of libraries are in %s", messages.path)
         raise
     finally:
@@ -94,9 +84,7 @@ def keep_library_messages(directory: Path) -> Iterator[None]:
 
 def silence_loud_loggers() -> None:
     """Let the root logger handle the records of packages that print on stderr; called after these are imported."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+    quiet_libraries()
     for name in _LOUD:
         library = logging.getLogger(name)
         for handler in library.handlers[:]:
@@ -105,47 +93,15 @@ def silence_loud_loggers() -> None:
                 library.propagate = True
 
 
-@dataclass(frozen=True)
-class RunDisplay:
-    """What a run calls to show its metrics, its progress, and the preparation of its pairs."""
-
-    console: ConsoleTracker
-    log_progress: Callable[[str, int, int], None] = field(default_factory=progress_lines)
-
-    def show_progress(self, what: str, done: int, total: int) -> None:
-        """Show the progress of work other than steps."""
-        if not self.console.show_work(what, done, total):
-            self.log_progress(what, done, total)
-
-    @property
-    def build_store(self) -> StoreBuilder:
-        """Build a store and show how far it is."""
-        from thresher.cli.prepare import build_and_report
-
-        return partial(build_and_report, show_work=self.console.show_work)
-
-
-class _Phases(logging.Handler):
-    """Show the phase that the run has entered."""
-
-    def __init__(self, console: ConsoleTracker) -> None:
-        super().__init__(logging.INFO)
-        self.setFormatter(RedactingFormatter())
-        self.addFilter(is_phase)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.show_work(self.format(record))
-
-
 @contextmanager
-def run_display(log_directory: Path) -> Iterator[RunDisplay]:
+def run_display(log_directory: Path) -> Iterator[ConsoleTracker]:
     """Show a run until the block ends, and keep the messages of libraries in its logs."""
     console, package = ConsoleTracker(progress_console(), is_live=is_live()), logging.getLogger("thresher")
-    phases = _Phases(console)
+    phases = RedactingHandler(logging.INFO, lambda record, text: console.show_work(text))
+    phases.addFilter(is_phase)
     with keep_library_messages(log_directory), console.displayed():
         package.addHandler(phases)
         try:
-            yield RunDisplay(console)
+            yield console
         finally:
             package.removeHandler(phases)

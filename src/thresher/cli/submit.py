@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.cli.terminal import log_warnings
+from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
@@ -55,16 +57,13 @@ def submit(
     ] = None,
 ) -> None:
     """Run a config as a job on a Ray cluster; the exit code is the job's."""
+    from thresher.builders.preflight import check_submission
     from thresher.config import load_config
 
     config = load_config(path, overrides or [])
     check_job(config, address, working_dir)  # errors are reported before anything is sent
     values, resolved = resolve_paths(config, has_uploads=working_dir is not None)
-
-    from thresher.builders.preflight import check_submission
-
-    for text in check_submission(config):
-        logger.warning("%s", text)
+    log_warnings(check_submission(config))
     logger.info("checked the settings; the job checks files, models, devices and disk space on the cluster")
 
     from thresher.runtime.ray.environment import set_environment
@@ -118,12 +117,9 @@ def _follow(server: JobClient, job: str) -> None:
 
 def check_job(config: DPOConfig, address: str, working_dir: Path | None) -> None:
     """Reject settings that cannot work in a job, which runs in a temporary copy of the working directory."""
-    from thresher.errors import UserError
-    from thresher.redact import redact_text
-
     if not address.startswith(("http://", "https://")):
         raise UserError(
-            f"--address {redact_text(address)} is not a URL; give the dashboard of the cluster, such as http://HEAD:8265"
+            f"--address {address} is not a URL; give the dashboard of the cluster, such as http://HEAD:8265"
         )
     if working_dir is not None and not working_dir.is_dir():
         raise UserError(f"--working-dir {working_dir} is not a directory; give the directory whose files the job needs")
@@ -165,7 +161,7 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
 
 
 def _absolute(path: str, *, must_exist: bool) -> str:
-    """must_exist: the path of a model may also be a name on the hub, if it does not exist here."""
+    # must_exist: a model that does not exist here may be a name on the Hub
     if "://" in path or path.startswith(("~", "$")) or (must_exist and not Path(path).exists()):
         return path
     return os.path.abspath(path)  # noqa: PTH100  # normalizes `..`, and keeps symlinks

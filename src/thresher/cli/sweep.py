@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from thresher.cli.arguments import ConfigFile
+from thresher.cli.terminal import log_to_terminal, log_warnings, make_table, print_lines, result_console, shown_level
+from thresher.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from thresher.sweep.grid import Trial
     from thresher.sweep.results import Result
     from thresher.sweep.run import Sweep
@@ -48,7 +48,6 @@ def sweep(
     ] = None,
 ) -> None:
     """Run every combination of the listed values, resume after a kill, and compare the runs."""
-    from thresher.errors import UserError
     from thresher.sweep.grid import make_trials, trial_config
 
     trials = make_trials(overrides or [])
@@ -60,12 +59,14 @@ def sweep(
     metric = metric or ("eval/rewards/accuracies" if has_validation else "rewards/accuracies")
     if metric.startswith("eval/") and not has_validation:
         raise UserError(f"--metric {metric} needs validation pairs; set validation.data_args or validation.split")
+    if mode not in (None, "max", "min"):
+        raise UserError(f"--mode is {mode!r}; use max or min")
+    lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected") if mode is None else mode == "min"
 
-    from thresher.sweep.run import Sweep, SweepSettings  # imports torch
+    from thresher.sweep.run import Mode, Sweep, SweepSettings  # imports torch
 
-    settings = SweepSettings(
-        metric, _mode(mode, metric), scheduler == "asha", grace_steps, reduction_factor, max_concurrent
-    )
+    best: Mode = "min" if lower_is_better else "max"
+    settings = SweepSettings(metric, best, scheduler == "asha", grace_steps, reduction_factor, max_concurrent)
     planned = Sweep(path, trials, settings)
     logger.info("%d trials in %s", len(trials), planned.directory)
     results = planned.run(lambda: _prepare_in_child(path, trials))
@@ -78,21 +79,10 @@ def sweep(
         )
 
 
-def _mode(mode: str | None, metric: str) -> Literal["max", "min"]:
-    from thresher.errors import UserError
-
-    if mode not in (None, "max", "min"):
-        raise UserError(f"--mode is {mode!r}; use max or min")
-    lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected")
-    return "min" if mode == "min" or (mode is None and lower_is_better) else "max"
-
-
 def _prepare_in_child(path: Path, trials: Sequence[Trial]) -> None:
     """Check the trials, and prepare what they share, in a process that frees the reference when it ends."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
-
-    from thresher.cli.terminal import shown_level
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(prepare_trials, path, trials, shown_level()).result()
@@ -106,8 +96,6 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
     from thresher.builders.reference_mode import reference_mode
     from thresher.cli.precompute_reference import fill_cache
     from thresher.cli.prepare import build_and_report
-    from thresher.cli.terminal import log_to_terminal
-    from thresher.errors import UserError
     from thresher.sweep.grid import distinct_inputs, trial_config
 
     with log_to_terminal(level):
@@ -118,8 +106,7 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
                 warnings |= dict.fromkeys(check_run(config)[1])
             except UserError as error:
                 raise UserError(f"trial {trial.name}: {error}") from None
-        for text in warnings:
-            logger.warning("%s", text)
+        log_warnings(warnings)
         for config in distinct_inputs(configs):
             objective = build_objective(config)
             # with workers, the first trial scores the reference, on the devices that the config gives it
@@ -131,25 +118,23 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
 
 def _show(planned: Sweep, results: Sequence[Result]) -> None:
     """Print the results, best first, and write the report that compares the runs."""
-    from thresher.cli.terminal import print_line, result_console
-    from thresher.errors import UserError
     from thresher.report.page import write_report
     from thresher.sweep.results import group_by_seed, ranked, shown_metrics
 
     metric, mode = planned.settings.metric, planned.settings.mode
     metrics, console = shown_metrics(results, metric), result_console()
     rows = [
-        (*each.trial.values.values(), each.end.state, str(each.step), *(_number(each.metrics.get(m)) for m in metrics))
+        (*each.trial.values.values(), each.end.state, str(each.step), *(_shown(each.metrics.get(m)) for m in metrics))
         for each in ranked(results, metric, mode)
     ]
-    console.print(_table([*results[0].trial.values, "state"], ["step", *metrics], rows))
+    console.print(make_table("", [*results[0].trial.values, "state"], ["step", *metrics], rows))
     if groups := group_by_seed(results):
         rows = [
-            (*group.values.values(), str(group.num_trials), *(_interval(group.metrics.get(m)) for m in metrics))
+            (*group.values.values(), str(group.num_trials), *(_shown(*group.metrics.get(m, (None,))) for m in metrics))
             for group in groups
         ]
         title = "mean over seeds, with 95 % interval"
-        console.print(_table(list(groups[0].values), ["seeds", *metrics], rows, title))
+        console.print(make_table(title, list(groups[0].values), ["seeds", *metrics], rows))
     report = planned.directory / _REPORT
     try:
         logged = [run for run, result in zip(planned.run_dirs, results, strict=True) if result.metrics]
@@ -157,30 +142,10 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
     except UserError as error:  # the results are complete without it
         logger.warning("no report: %s", error)
     else:
-        print_line(str(report))
+        print_lines(str(report))
 
 
-def _table(
-    texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
-) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for heading in texts:
-        table.add_column(heading)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _interval(value: tuple[float, float] | None) -> str:
+def _shown(value: float | None, width: float = math.nan) -> str:
     if value is None:
         return "-"
-    mean, width = value
-    return f"{mean:.4g}" if math.isnan(width) else f"{mean:.4g} ± {width:.2g}"
+    return f"{value:.4g}" if math.isnan(width) else f"{value:.4g} ± {width:.2g}"

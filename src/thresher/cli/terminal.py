@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from thresher.errors import UserError
 from thresher.observability.details import is_detail, is_phase
-from thresher.redact import RedactingFormatter, escape_control_chars, redact_text
+from thresher.redact import RedactingHandler, escape_control_chars, redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -31,34 +30,19 @@ _is_plain = False
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "bold yellow", logging.ERROR: "bold red"}
 
 
-class TerminalHandler(logging.Handler):
-    """Print records on the console: INFO as plain lines, other levels with a prefix.
-
-    Not rich's RichHandler, which formats records as a table and so breaks long lines.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            style = _STYLES.get(record.levelno)
-            prefix = ("", "") if style is None else (f"{record.levelname.lower()}: ", style)
-            console.print(Text.assemble(prefix, self.format(record)), soft_wrap=True)
-        except Exception:
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
-        # logging's default would print the arguments of the message unmasked
-        with contextlib.suppress(OSError):
-            sys.stderr.write(escape_control_chars(redact_text(traceback.format_exc())))
+def _print_record(record: logging.LogRecord, text: str) -> None:
+    """Print INFO as plain lines, other levels with a prefix."""
+    style = _STYLES.get(record.levelno)
+    prefix = ("", "") if style is None else (f"{record.levelname.lower()}: ", style)
+    console.print(Text.assemble(prefix, text), soft_wrap=True)
 
 
-_handler = TerminalHandler()
-_handler.setFormatter(RedactingFormatter())
-_handler.addFilter(lambda record: _handler.level <= logging.DEBUG or not is_detail(record) or _is_line(record))
-
-
-def _is_line(record: logging.LogRecord) -> bool:
-    """Whether a run's phase gets its own line, because no live display shows it."""
-    return is_phase(record) and not is_live()
+# not rich's RichHandler, which formats records as a table and so breaks long lines
+_handler = RedactingHandler(logging.NOTSET, _print_record)
+_handler.addFilter(
+    # a run's phase gets its own line where no live display shows it
+    lambda record: _handler.level <= logging.DEBUG or not is_detail(record) or (is_phase(record) and not is_live())
+)
 
 
 def choose_level(*, quiet: bool, verbose: bool) -> int:
@@ -98,6 +82,7 @@ def log_to_terminal(level: int) -> Iterator[None]:
 
 def show_errors_only() -> None:
     """Show errors alone, at every requested level: in a process whose messages another one shows too."""
+    quiet_libraries()
     _handler.setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
@@ -133,14 +118,33 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def print_line(line: str) -> None:
-    """Print a line of the result of a command, at every level."""
-    result_console().print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
+def log_warnings(texts: Iterable[str]) -> None:
+    """Show the warnings of a check."""
+    for text in texts:
+        logger.warning("%s", text)
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines of the result of a command, at every level."""
+    for line in lines:
+        result_console().print(Text(escape_control_chars(redact_text(line))), soft_wrap=True)
 
 
 def result_console() -> Console:
     """The console for the results of a command, on stdout."""
     return Console(highlight=False)
+
+
+def make_table(title: str, texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
+    """Make a table of text columns, then right-aligned ones; cells may be untrusted."""
+    table = Table(title=title or None, title_justify="left")
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(Text(escape_control_chars(cell)) for cell in row))
+    return table
 
 
 def progress_console() -> Console:

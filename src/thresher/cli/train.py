@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli.arguments import ConfigFile, Overrides
+from thresher.cli.terminal import print_lines, progress_lines, show_errors_only
 from thresher.observability.details import PHASE
 
 if TYPE_CHECKING:
@@ -15,22 +17,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def train(
-    path: ConfigFile,
-    overrides: Overrides = None,
-) -> None:
+def train(path: ConfigFile, overrides: Overrides = None) -> None:
     """Train a policy from a config; prepares the data first if needed, and resumes a stopped run."""
     from thresher.config import load_config
     from thresher.runtime.open import lead
 
-    lead(lambda: load_config(path, overrides or []), _train, _hide_all_but_errors)
-
-
-def _hide_all_but_errors() -> None:
-    from thresher.cli.terminal import quiet_libraries, show_errors_only
-
-    quiet_libraries()
-    show_errors_only()
+    lead(lambda: load_config(path, overrides or []), _train, show_errors_only)
 
 
 def _train(config: DPOConfig) -> None:
@@ -39,11 +31,16 @@ def _train(config: DPOConfig) -> None:
 
     warnings = check_files(config)  # before torch is imported
 
+    from thresher.cli.prepare import build_and_report
     from thresher.cli.run_display import run_display, silence_loud_loggers
-    from thresher.cli.terminal import print_line
 
-    log_directory = Path(config.logging_dir or Path(config.output_dir) / "logs")
-    with run_display(log_directory) as display:
+    log_directory, log_progress = Path(config.logging_dir or Path(config.output_dir) / "logs"), progress_lines()
+    with run_display(log_directory) as console:
+
+        def show_progress(what: str, done: int, total: int) -> None:
+            if not console.show_work(what, done, total):
+                log_progress(what, done, total)
+
         logger.info("importing torch and transformers", extra=PHASE)
 
         from thresher.builders.checkpoints import build_checkpoint_manager
@@ -51,11 +48,10 @@ def _train(config: DPOConfig) -> None:
         from thresher.pipeline import DPOPipeline
 
         silence_loud_loggers()
-        DPOPipeline(
-            config, console=display.console, progress=display.show_progress, build_store=display.build_store
-        ).train(warnings)
+        build_store = partial(build_and_report, show_work=console.show_work)
+        DPOPipeline(config, console=console, progress=show_progress, build_store=build_store).train(warnings)
     if not config.export_model:
         logger.info("done; export the model with: thresher export %s --output DIR", config.output_dir)
     # there is none if a checkpoint of a different run completed all steps
     for checkpoint in list_checkpoints(build_checkpoint_manager(config).root)[-1:]:
-        print_line(str(checkpoint))
+        print_lines(str(checkpoint))

@@ -1,11 +1,10 @@
 """DPOConfig and its sections: frozen values, validated once on load."""
 
-from thresher.config.data import DataArgs, ValidationConfig
+from thresher.config.data import DataArgs, SamplesConfig, ValidationConfig
 from thresher.config.dpo import DPOConfig
 from thresher.config.load import load_config, parse_config
 from thresher.config.loss import LossConfig
 from thresher.config.roles import ModelArgs, PolicyConfig, ReferenceConfig, ReferenceModelArgs, TrainingArgs
-from thresher.config.samples import SamplesConfig
 from thresher.config.strategies import StrategyArgs
 
 __all__ = [

@@ -6,21 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 
-from thresher.config.data import ValidationConfig
+from thresher.config.data import SamplesConfig, ValidationConfig
 from thresher.config.loss import LossConfig, Positive, with_digests
 from thresher.config.roles import DType, Environment, PolicyConfig, ReferenceConfig, at_revision
-from thresher.config.samples import SamplesConfig
 from thresher.config.section import Section, StringList, also, no_effect, readable_errors
 from thresher.foreign_names import foreign
 
@@ -33,8 +23,8 @@ _METRIC_SPELLINGS = {f"{prefix}{name.removeprefix('eval/')}": name for prefix in
 _RESUME_SPELLINGS = {"false": False, "False": False, "": False, True: "auto"}
 _HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/rewards/chosen"}
 # YAML reads a bare `no` or `off` as false
-Health = Annotated[Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)]
-Cadence = Annotated[Literal["steps", "epoch", "no"], BeforeValidator(lambda value: "no" if value is False else value)]
+Health = Annotated[Literal["off", "warn", "stop"], also({False: "off"})]
+Cadence = Annotated[Literal["steps", "epoch", "no"], also({False: "no"})]
 
 
 class TrackerArgs(Section):
@@ -51,8 +41,7 @@ class TrackerArgs(Section):
     mlflow_tracking_uri: str | None = None
     """MLflow server or store; a local store in logging_dir when absent."""
     tensorboard_dir: str | None = None
-    """Directory of the TensorBoard event files, one subdirectory per exp_name; `tensorboard` in logging_dir when
-    absent."""
+    """Directory of the TensorBoard event files, one subdirectory per exp_name; logging_dir/tensorboard when absent."""
     name: str | None = None
     """Name of the run on wandb and mlflow; exp_name when absent."""
     notes: str | None = None
@@ -91,8 +80,7 @@ class DPOConfig(LossConfig):
     """Directory of what runs share: prepared pairs in `stores`, and precomputed log-probabilities unless
     reference.cache_dir is set; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
     max_steps: Annotated[PositiveInt | None, also({-1: None})] = None
-    """Maximum number of optimizer steps; no limit when absent or -1. Without num_train_epochs, the data repeats until
-    then."""
+    """Maximum number of steps; no limit when absent or -1. Without num_train_epochs, the data repeats until then."""
     num_train_epochs: Annotated[Positive | None, also({-1: None})] = None
     """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first, as in ROLL; TRL and
     transformers ignore the epochs, and so do `thresher import` and DPOConfig in Python. With neither, one epoch."""
@@ -101,8 +89,7 @@ class DPOConfig(LossConfig):
     save_steps: Annotated[int, Field(ge=0)] = 100
     """Steps between checkpoints; 0 saves the final step only."""
     async_save: bool = True
-    """Write checkpoints in the background while training continues; needs host memory for a copy of the weights and the
-    optimizer state."""
+    """Write checkpoints while training continues; needs host memory for a copy of weights and optimizer state."""
     eval_strategy: Cadence = "steps"
     """When to evaluate besides the end: every eval_steps `steps`, at the end of each `epoch`, or `no`."""
     eval_steps: Annotated[int, Field(ge=0)] = 0
@@ -139,8 +126,7 @@ class DPOConfig(LossConfig):
     the next checkpoint."""
     graceful_stop_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds after SIGTERM or SIGINT to stop and save; after that the run exits immediately and says what is lost. A
-    run of one process discards a slow step; several processes finish it, so that this must exceed the time of a
-    step."""
+    run of one process discards a slow step; several processes finish it, so this must exceed the time of a step."""
 
     runtime: Literal["auto", "local", "ray", "torchrun"] = "auto"
     """local: a single process; ray: workers on Ray; torchrun: the processes that torchrun or srun started. auto:
@@ -215,17 +201,11 @@ class DPOConfig(LossConfig):
         return info.data.get("metric_for_best_model") in _HIGHER_IS_BETTER if value is None else value
 
     @model_validator(mode="after")
-    def _validate_reference_dtypes(self) -> DPOConfig:
+    def _validate_roles(self) -> DPOConfig:
         dtype, master_dtype = self.reference_dtype, self.reference_master_dtype
         if master_dtype == "fp16" or master_dtype not in ("fp32", dtype):
-            raise ValueError(
-                f"the reference cannot compute in {dtype} from {master_dtype} weights; remove its dtype and "
-                "master_dtype"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _validate_runtime(self) -> DPOConfig:
+            problem = f"the reference cannot compute in {dtype} from {master_dtype} weights"
+            raise ValueError(f"{problem}; remove its dtype and master_dtype")
         for name, role in (("actor_train", self.actor_train), ("reference", self.reference)):
             if self.runtime == "local" and role.num_processes > 1:
                 what = "device_mapping" if role.device_mapping else "num_workers"

@@ -43,8 +43,7 @@ class LossConfig(Section):
     loss: `{sigmoid: 0.8, robust: {weight: 0.2, label_smoothing: 0.1}}`. `dpo` is another name of sigmoid. A loss of
     your own is path/to/file.py:function or package.module:function; see docs/concepts/losses.md."""
     pref_loss_digests: dict[str, str] = {}
-    """Recorded when a config is read, not to be set: SHA-256 of each Python file that pref_loss names, so that a
-    resumed run notices a change."""
+    """Recorded, not to be set: SHA-256 of each Python file in pref_loss, so that a resumed run notices a change."""
     ipo: StrictBool | None = None
     """`true` is the same as pref_loss=ipo_sum, as in ROLL; pref_loss=ipo averages over tokens."""
     simpo_loss: StrictBool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from typing import Annotated, ClassVar, Literal
@@ -9,19 +10,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from thresher.config.data import DataArgs
-from thresher.config.devices import parse_device_mapping
 from thresher.config.section import Section, also, no_effect
-from thresher.config.strategies import (
-    DEFAULT_INFER,
-    DEFAULT_TRAIN,
-    StrategyArgs,
-    StrategyDeclaration,
-    StrategySettings,
-    find_strategy,
-)
+from thresher.config.strategies import DEFAULT_INFER, DEFAULT_TRAIN, StrategyArgs, StrategyDeclaration, find_strategy
 
 NonNegative = Annotated[float, Field(ge=0)]
 DType = Literal["fp32", "bf16", "fp16"]
+_DEVICES = "write it like `list(range(0,8))` or `[0, 1, 2, 3]`"
+_MOST_DEVICES = 1_000_000
 
 
 def _split_names(value: object) -> object:
@@ -79,8 +74,7 @@ class ModelArgs(Section):
     """Weight of the load-balancing loss of a mixture-of-experts model, which is added to the loss of a step; left out
     when absent or 0. The last token of each sequence does not count, unlike in transformers. Costs one more forward."""
     freeze_module_prefix: Prefixes = []
-    """Parameters whose name starts with one of these are not trained, such as `model.embed_tokens`: a list, or names
-    joined with commas."""
+    """Prefixes of parameters that are not trained, such as `model.embed_tokens`: a list, or joined with commas."""
     lora_rank: PositiveInt | None = None
     """Rank of the LoRA adapters; full fine-tuning when absent."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
@@ -109,10 +103,8 @@ class ModelArgs(Section):
     def _validate_lora(self) -> ModelArgs:
         if self.has_adapter and self.freeze_module_prefix:
             name = "lora_rank" if self.adapter_name_or_path is None else "adapter_name_or_path"
-            raise ValueError(
-                f"freeze_module_prefix has no effect with {name}, which trains adapters only; choose their modules "
-                "with lora_target"
-            )
+            hint = "which trains adapters only; choose their modules with lora_target"
+            raise ValueError(f"freeze_module_prefix has no effect with {name}, {hint}")
         if self.adapter_name_or_path is not None and self.starts_from_weights:
             raise ValueError("lora_init has no effect with adapter_name_or_path; remove it")
         if self.starts_from_weights and self.master_dtype != "fp32":
@@ -153,8 +145,7 @@ class ReferenceModelArgs(Section):
     attn_implementation: str | None = None
     """sdpa, eager or flash_attention_2; the policy's when absent, as it must be with varlen."""
     trust_remote_code: bool | None = None
-    """Allow Python code from the model repository to run; when absent, the policy's setting if both are the same model,
-    otherwise false."""
+    """Allow Python code from the model repository; when absent, the policy's setting for the same model, else false."""
 
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
@@ -192,8 +183,7 @@ class TrainingArgs(Section):
     log_num_zeros_in_grad: bool = False
     """Log `num_zeros_in_grad`, the number of elements of the gradient that are 0."""
     initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
-    """With dtype fp16: the loss scale starts at 2 to this power. An overflow of the gradient skips the step and halves
-    the scale."""
+    """With dtype fp16: the loss scale starts at 2 to this power. An overflow skips the step and halves the scale."""
     loss_scale_window: PositiveInt = 2000
     """With dtype fp16: steps in a row without an overflow after which the loss scale doubles."""
     lr_scheduler_type: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
@@ -247,6 +237,59 @@ class TrainingArgs(Section):
         return self.warmup_steps or 0
 
 
+def parse_device_mapping(value: object) -> list[int] | None:
+    """Return the global device ids of a role, without evaluating text as code; None for CPU workers."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        ids = _device_ids(value)
+    elif isinstance(value, list | tuple) and all(type(item) is int for item in value):
+        ids = list(value)
+    else:
+        raise ValueError(f"not a device list; {_DEVICES}")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"device ids repeat; {_DEVICES}")
+    if any(i < 0 for i in ids):
+        raise ValueError(f"device ids are negative; {_DEVICES}")
+    return ids
+
+
+def _device_ids(text: str) -> list[int]:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"not a device list; {_DEVICES}") from None
+    try:
+        return _ids(tree)
+    except RecursionError:
+        raise ValueError(f"too many lists are added; {_DEVICES}") from None
+
+
+def _ids(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_integer(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _ids(left) + _ids(right)
+        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
+            return _ids(inner)
+        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if 1 <= len(args) <= 3:
+            bounds = [_integer(arg) for arg in args]
+            if max(map(abs, bounds)) > _MOST_DEVICES or bounds[2:] == [0]:
+                raise ValueError(f"range has step 0 or a bound above {_MOST_DEVICES}; {_DEVICES}")
+            return list(range(*bounds))
+    raise ValueError(f"not a device list; {_DEVICES}")
+
+
+def _integer(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as number)):
+            return -number
+    raise ValueError(f"not a device list; {_DEVICES}")
+
+
 class RoleConfig(Section):
     """Settings common to policy and reference."""
 
@@ -272,8 +315,7 @@ class RoleConfig(Section):
     @property
     def num_data_ranks(self) -> int:
         """Number of data-parallel ranks; workers along tp, pp and cp form one rank."""
-        settings: StrategySettings = self.strategy_args.settings
-        return max(1, self.num_processes // settings.workers_per_data_rank)
+        return max(1, self.num_processes // self.strategy_args.settings.workers_per_data_rank)
 
     @property
     def strategy_name(self) -> str:

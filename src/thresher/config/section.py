@@ -36,13 +36,9 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         # `strategy_config: ~`, or a section whose keys are all commented out
-        return {key: value for key, value in values.items() if value is not None or not cls._holds_keys(key)}
-
-    @classmethod
-    def _holds_keys(cls, key: str) -> bool:
-        """Whether a key is a section or a mapping, which may be empty."""
-        field = cls.model_fields.get(key)
-        return field is not None and (inner_section(cls, key) is not None or get_origin(field.annotation) is dict)
+        mappings = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is dict}
+        may_be_empty = {key for key in values if key in mappings or inner_section(cls, key) is not None}
+        return {key: value for key, value in values.items() if value is not None or key not in may_be_empty}
 
     def non_default(self, *names: str) -> list[str]:
         """Return the settings among `names` whose value is not the default."""
@@ -56,10 +52,7 @@ def no_effect(names: Sequence[str], why: str) -> str:
 
 
 def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
-    """Turn pydantic's report into one message with one line per problem, each with a fix.
-
-    A problem of the whole config may have several lines, one per setting.
-    """
+    """Turn pydantic's report into one message with one line per problem, each with a fix."""
     known = [key for key, _ in known_keys(root)]
     lines: list[str] = []
     invalid: dict[str, list[str]] = {}
@@ -70,12 +63,15 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
             lines.append(f"{path}: unknown key; {_suggest(path, known)}")
             continue
         # a union reports one problem per member, at a path that continues below the key with the member's type
-        key = next((key for key in _prefixes(problem["loc"]) if key in known), path)
+        parts = path.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        key = next((prefix for prefix in prefixes if prefix in known), path)
         is_section = problem["type"] == "model_type"  # pydantic would name our class
         text = f"a section with keys below it, not a value; ~{key} leaves it out" if is_section else problem["msg"]
         invalid.setdefault(key, []).append(text.removeprefix("Value error, "))
         got.setdefault(key, _shown(problem["loc"], problem["input"]))
     for key, messages in invalid.items():
+        # a problem of the whole config has one line per setting
         lines += [f"{key}: {', or '.join(messages)}{got[key]}"] if key else messages[0].splitlines()
     return invalid_config(lines)
 
@@ -83,11 +79,6 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
 def invalid_config(problems: Iterable[str]) -> UserError:
     """Make one message of all problems."""
     return UserError("invalid configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
-
-
-def _prefixes(parts: tuple[int | str, ...]) -> Iterator[str]:
-    for length in range(len(parts), 0, -1):
-        yield ".".join(str(part) for part in parts[:length])
 
 
 def _shown(path: tuple[int | str, ...], value: Any) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
@@ -106,8 +105,7 @@ class StrategyDeclaration:
 
     def check_installed(self, name: str) -> None:
         """Raise if the engine is not installed; nothing is imported."""
-        absent = [module for module in self.modules if not _is_importable(module)]
-        if absent:
+        if absent := [module for module in self.modules if not _is_importable(module)]:
             how = self.install or f"pip install {' '.join(absent)}"
             raise UserError(f"strategy_name {name} needs {', '.join(absent)}, which is not installed; run `{how}`")
 
@@ -125,10 +123,8 @@ def _entry_points() -> dict[str, EntryPoint]:
     for each in entry_points(group=GROUP):
         other = found.setdefault(each.name, each)
         if other.value != each.value:
-            raise UserError(
-                f"two installed packages declare the strategy {each.name}: {other.value} and {each.value}; uninstall "
-                "one of them"
-            )
+            both = f"{other.value} and {each.value}"
+            raise UserError(f"two installed packages declare the strategy {each.name}: {both}; uninstall one of them")
     return found
 
 
@@ -157,12 +153,6 @@ def strategy_names(role: Literal["train", "infer"]) -> list[str]:
             if (find_strategy(name).build_train is not None) == (role == "train"):
                 names.append(name)
     return names
-
-
-def import_function(path: str) -> Any:
-    """Import what `package.module:function` names."""
-    module, _, function = path.partition(":")
-    return getattr(import_module(module), function)
 
 
 class StrategyArgs(Section):

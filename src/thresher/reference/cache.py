@@ -4,7 +4,8 @@ The cache has one directory per reference, named by its fingerprint. It contains
 of the reference, and shards. A shard is an Arrow IPC file of one record batch; its name contains the time of writing,
 the number of pairs and the SHA-256 of the file. Processes and machines share the directory without a lock: each shard
 is written under a temporary name, flushed and renamed, and never changes. If two of them scored the same pair, the
-oldest result is used, so a resumed run reads the same bits.
+oldest result is used, so a resumed run reads the same bits. At the end: the list, the check and the leftovers of the
+whole cache.
 """
 
 from __future__ import annotations
@@ -16,30 +17,22 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.checkpoint.json_io import Json, encode
+from thresher.checkpoint.json_io import encode, load_json
 from thresher.data.store.arrow_schema import find_sorted, list_array
-from thresher.data.store.reader import (
-    HASH_BYTES,
-    HASH_DTYPE,
-    MAX_OPEN_SHARDS,
-    Hashes,
-    fixed_width_values,
-    list_views,
-    sha256_of_file,
-)
-from thresher.errors import UserError
+from thresher.data.store.cache import DIRECTORY_NAME, chosen_cache_dir, partial_stores, user_cache_dir
+from thresher.data.store.reader import HASH_BYTES, HASH_DTYPE, MAX_OPEN_SHARDS, Hashes, fixed_width_values, list_views
+from thresher.errors import CheckpointError, UserError
 from thresher.redact import redact_text
 from thresher.reference.fingerprint import SCORING_VERSION, ReferenceFingerprint
 
@@ -71,25 +64,22 @@ class ShardFile:
     num_pairs: int
     sha256: str
 
-    @classmethod
-    def parse(cls, path: Path) -> ShardFile | None:
-        match = _NAME.fullmatch(path.name)
-        return None if match is None else cls(path, int(match[1]) / 1000, int(match[2]), match[3])
-
 
 def list_shards(directory: Path) -> list[ShardFile]:
     """List the shards of a directory, oldest first."""
     if not directory.is_dir():
         return []
     # names begin with the time; the digest breaks ties
-    found = [ShardFile.parse(path) for path in sorted(directory.iterdir())]
-    return [shard for shard in found if shard is not None]
+    found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
+    return [ShardFile(path, int(name[1]) / 1000, int(name[2]), name[3]) for path, name in found if name]
 
 
 def verify_shard(shard: ShardFile) -> str | None:
     """Check a shard against its digest; return what is wrong with it, or None."""
     try:
-        return None if sha256_of_file(shard.path) == shard.sha256 else DIGEST_MISMATCH
+        with shard.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return None if digest == shard.sha256 else DIGEST_MISMATCH
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
 
@@ -118,21 +108,16 @@ def read_keys(path: Path) -> Hashes:
     return CacheShard(path).keys.copy()
 
 
-@dataclass(frozen=True)
-class ShardLimits:
-    """When a shard is written: at num_bytes of logps, or seconds after its first pair. A kill loses less than one."""
-
-    num_bytes: int = 64 * 2**20
-    seconds: float = 60.0
+# a shard is written at this many bytes of logps, or seconds after its first pair; a kill loses less than one
+SHARD_BYTES, SHARD_SECONDS = 64 * 2**20, 60.0
 
 
 class ShardWriter:
     """Collect logps and write them as shards; the end of the `with` block writes the rest, also after an error."""
 
-    def __init__(self, directory: Path, limits: ShardLimits) -> None:
+    def __init__(self, directory: Path) -> None:
         self.written: list[ShardFile] = []
         self._directory = directory
-        self._limits = limits
         self._pairs: list[tuple[bytes, Logps, Logps]] = []
         self._num_bytes = 0
         self._started = 0.0
@@ -152,7 +137,7 @@ class ShardWriter:
 
     def end_block(self) -> None:
         """Write the shard if it is full; a block is never divided between shards."""
-        if self._num_bytes >= self._limits.num_bytes or time.monotonic() - self._started >= self._limits.seconds:
+        if self._num_bytes >= SHARD_BYTES or time.monotonic() - self._started >= SHARD_SECONDS:
             self._flush()
 
     def _flush(self) -> None:
@@ -167,7 +152,12 @@ def write_shard(
     directory: Path, keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]
 ) -> ShardFile:
     """Write logps as a shard, atomically and flushed to the disk."""
-    content = _to_arrow(keys, chosen, rejected)
+    hashes = pa.Array.from_buffers(pa.binary(HASH_BYTES), len(keys), [None, pa.py_buffer(b"".join(keys))])
+    columns = [hashes, list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    content = sink.getvalue()
     sha256 = hashlib.sha256(content).hexdigest()
     created = time.time_ns() // 1_000_000
     path = directory / f"{created:013d}-{len(keys)}-{sha256}.arrow"
@@ -179,15 +169,6 @@ def write_shard(
     ):
         durable.replace(path, content, temporary=temporary)
     return ShardFile(path, created / 1000, len(keys), sha256)
-
-
-def _to_arrow(keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]) -> Any:
-    hashes = pa.Array.from_buffers(pa.binary(HASH_BYTES), len(keys), [None, pa.py_buffer(b"".join(keys))])
-    columns = [hashes, list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
-    return sink.getvalue()
 
 
 _ROW_BITS = 32
@@ -206,18 +187,21 @@ class ReferenceCache:
         with contextlib.suppress(OSError):  # absent or read-only
             os.utime(self.directory / IDENTITY_NAME)  # the time of last use, for `thresher cache prune`
 
-    def writer(self, limits: ShardLimits) -> ShardWriter:
+    def writer(self) -> ShardWriter:
         """Open the directory for writing; create it if needed."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if not (self.directory / IDENTITY_NAME).exists():
-                self._write_description()
+                created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                model = redact_text(self._model)
+                description = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
+                temporary = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
+                content = encode(description | self._fingerprint.content)
+                durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)
         except OSError as error:
-            raise UserError(
-                f"could not create the reference cache in {self.directory}: {error.strerror or error}; set "
-                "reference.cache_dir to a writable directory"
-            ) from error
-        return ShardWriter(self.directory, limits)
+            problem = f"could not create the reference cache in {self.directory}: {error.strerror or error}"
+            raise UserError(f"{problem}; set reference.cache_dir to a writable directory") from error
+        return ShardWriter(self.directory)
 
     def find(self, keys: Hashes) -> FoundLogps:
         """Find pairs by their keys, in time O((run + cache) log run); skip damaged shards with a warning."""
@@ -261,14 +245,6 @@ class ReferenceCache:
                 shard.path.rename(shard.path.with_name(shard.path.name + DAMAGED))
         logger.warning("reference cache: %s %s; the pairs needed from it are scored again", shard.path, problem)
 
-    def _write_description(self) -> None:
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        model = redact_text(self._model)
-        description: dict[str, Json] = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
-        content = encode(description | self._fingerprint.content)
-        temporary = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
-        durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)
-
 
 class FoundLogps:
     """The shard and row of each requested pair, if it is cached. 8 bytes per pair; logps stay on disk."""
@@ -292,7 +268,100 @@ def _open_shard(path: Path) -> CacheShard:
     try:
         return CacheShard(path)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} was removed from the reference cache or damaged during this run ({error}); rerun with "
-            "resume_from_checkpoint=auto to score the missing pairs again"
-        ) from error
+        problem = f"{path} was removed from the reference cache or damaged during this run ({error})"
+        hint = "rerun with resume_from_checkpoint=auto to score the missing pairs again"
+        raise UserError(f"{problem}; {hint}") from error
+
+
+# a shard takes seconds to write: an older partial file was left by a process that died
+_MAX_WRITE_SECONDS = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class CachedReference:
+    """The cached logps of one reference; last_used is in seconds since 1970."""
+
+    directory: Path
+    model: str
+    dtype: str
+    num_pairs: int
+    num_shards: int
+    num_bytes: int
+    last_used: float
+
+    @property
+    def identity(self) -> str:
+        return self.directory.name
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """Return the cache directory: from the config, else `$THRESHER_CACHE_DIR`, else the user's cache directory."""
+    return chosen_cache_dir(cache_dir) or user_cache_dir() / "reference"
+
+
+def list_references(root: Path) -> list[CachedReference]:
+    """Describe all references in the cache, the most recently used first."""
+    found = [_describe(path) for path in _directories(root)]
+    return sorted(found, key=lambda reference: -reference.last_used)
+
+
+def verify_cache(root: Path) -> Iterator[tuple[ShardFile, str | None]]:
+    """Read every shard in full; yield each with what is wrong with it, or None."""
+    for directory in _directories(root):
+        for shard in list_shards(directory):
+            yield shard, verify_shard(shard) or _content_problem(shard)
+
+
+def stale_files(root: Path, stores: Path) -> list[Path]:
+    """List partially written or deleted files of killed processes, and damaged shards and stores that runs renamed."""
+    old = time.time() - _MAX_WRITE_SECONDS
+    found, partial = partial_stores(stores)
+    found += [path for path in partial if _last_written(path) < old]
+    found += [path for path in root.glob(".deleted-*") if path.is_dir()] if root.is_dir() else []
+    for directory in _directories(root):
+        if directory.is_symlink():
+            continue  # its target does not belong to the cache
+        found += sorted(directory.glob(f"*{DAMAGED}"))
+        found += [path for path in sorted(directory.glob(f"{PARTIAL}*")) if _last_written(path) < old]
+    return found
+
+
+def _last_written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # its writer has just renamed it
+        return time.time()
+
+
+def _directories(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    paths = (path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(path for path in paths if path.name != DIRECTORY_NAME)
+
+
+def _describe(directory: Path) -> CachedReference:
+    description: dict[str, str] = {}
+    last_used = directory.stat().st_mtime
+    with contextlib.suppress(CheckpointError):
+        read = load_json(directory / IDENTITY_NAME)
+        description = {key: str(value) for key, value in read.items()} if isinstance(read, dict) else {}
+        last_used = (directory / IDENTITY_NAME).stat().st_mtime
+    shards = list_shards(directory)
+    return CachedReference(
+        directory,
+        description.get("model", "unknown: identity.json is missing or damaged"),
+        description.get("dtype", "?"),
+        sum(shard.num_pairs for shard in shards),
+        len(shards),
+        sum(shard.path.stat().st_size for shard in shards),
+        max([last_used, *(shard.created for shard in shards)]),
+    )
+
+
+def _content_problem(shard: ShardFile) -> str | None:
+    try:
+        num_pairs = len(read_keys(shard.path))
+    except (OSError, ValueError) as error:
+        return f"is not a shard that this version can read ({error})"
+    return None if num_pairs == shard.num_pairs else f"contains {num_pairs} pairs, not {shard.num_pairs} as in its name"

@@ -36,7 +36,6 @@ from thresher.models.loading.weight_files import find_file, find_weight_files, o
 
 logger = logging.getLogger(__name__)
 
-
 DIRECTORY_NAME = ".digests"  # hidden: the other directories there are references
 _VERSION = 1
 _MAX_BYTES = 1 << 26
@@ -51,7 +50,9 @@ def remembered(file: Path, compute: Callable[[], Digests]) -> Digests:
     """Return the digests of a model file: those remembered of it, or computed ones, which are remembered."""
     file = file.resolve()
     before = _identity(file)
-    path = _path_of(file)
+    # $THRESHER_CACHE_DIR or the user's: a directory that a config names may belong to others
+    root = chosen_cache_dir(None) or user_cache_dir()
+    path = root / DIRECTORY_NAME / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
     if (found := _read(path, file, before)) is not None:
         return found
     digests = compute()
@@ -64,12 +65,6 @@ def _identity(file: Path) -> list[int]:
     """What changes with the content of a file, or more often; the change time cannot be set back."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _path_of(file: Path) -> Path:
-    # $THRESHER_CACHE_DIR or the user's: a directory that a config names may belong to others
-    root = chosen_cache_dir(None) or user_cache_dir()
-    return root / DIRECTORY_NAME / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
 
 
 def _read(path: Path, file: Path, identity: list[int]) -> Digests | None:
@@ -138,20 +133,16 @@ class ReferenceFingerprint:
 
 def weights_digest(path: str) -> str:
     """Digest every tensor of a model (name, dtype, shape, bytes), or the bytes of a GGUF file."""
-    digests: dict[str, str] = {}
-    # hashing releases the GIL, so a few threads keep a fast disk busy
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for file in find_weight_files(path):
-            digests |= remembered(file, partial(_digest_file, file, pool))
+    digests: Digests = {}
+    for file in find_weight_files(path):
+        digests |= remembered(file, partial(_digest_file, file))
     lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def with_adapter(weights: str, adapter: AdapterFiles) -> str:
     """Digest weights together with the tensors and settings of a LoRA adapter."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        tensors = _digest_file(adapter.weights, pool)
-    content = {"weights": weights, "adapter": tensors, "settings": dict(adapter.settings)}
+    content = {"weights": weights, "adapter": _digest_file(adapter.weights), "settings": dict(adapter.settings)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -175,10 +166,11 @@ def config_digest(path: str, *, trust_remote_code: bool) -> str:
     return digest.hexdigest()
 
 
-def _digest_file(file: Path, pool: ThreadPoolExecutor) -> dict[str, str]:
+def _digest_file(file: Path) -> Digests:
     if file.suffix != ".safetensors":
         return {file.suffix: sha256_of_file(file)}
-    with open_safetensors(file) as tensors:
+    # hashing releases the GIL, so a few threads keep a fast disk busy
+    with open_safetensors(file) as tensors, ThreadPoolExecutor(max_workers=4) as pool:
         names = list(tensors.keys())
         return dict(zip(names, pool.map(lambda name: _digest_tensor(tensors.get_tensor(name)), names), strict=True))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
-from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardLimits, ShardWriter
+from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardWriter
 from thresher.reference.step_zero_check import Forwards
 
 
@@ -46,11 +46,7 @@ class LiveReference:
 
     def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
         scored = self.score(batch)
-        chosen, rejected = (
-            ResponseLogps(copy_to_device(side.values, self.device), copy_to_device(side.lengths, self.device))
-            for side in (scored.chosen, scored.rejected)
-        )
-        return ChosenRejectedLogps(chosen, rejected)
+        return ChosenRejectedLogps(_on_device(scored.chosen, self.device), _on_device(scored.rejected, self.device))
 
 
 class PrecomputedReference:
@@ -88,30 +84,25 @@ class PrecomputedReference:
         self.lookup()
 
     @property
-    def num_pairs(self) -> int:
-        return int(self._is_wanted.sum())
-
-    @property
     def num_missing(self) -> int:
         return int((self._is_wanted & self._found.is_missing()).sum())
 
     @property
     def num_found(self) -> int:
-        return self.num_pairs - self.num_missing
+        return int(self._is_wanted.sum()) - self.num_missing
 
     def iter_score_missing(
         self,
         score: Callable[[PairBatch], ChosenRejectedLogps],
         *,
         dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
-        limits: ShardLimits = ShardLimits(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
         """Score this rank's missing blocks, then look all pairs up again; yield (blocks done, blocks of this rank)."""
         started = time.perf_counter()
         blocks = self._missing_blocks(dp_group)
         num_dummy_batches = dp_group.max_over_ranks(len(blocks)) - len(blocks)
         if blocks:
-            with self._cache.writer(limits) if dp_group.is_writer else nullcontext() as writer:
+            with self._cache.writer() if dp_group.is_writer else nullcontext() as writer:
                 for done, block in enumerate(blocks, start=1):
                     self._score_block(block, score, writer)
                     yield done, len(blocks)
@@ -139,8 +130,7 @@ class PrecomputedReference:
         if not len(batch):
             return empty_logps(self._device)
         pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
-        chosen, rejected = (_concatenate([pair[side] for pair in pairs], self._device) for side in (0, 1))
-        return ChosenRejectedLogps(chosen, rejected)
+        return ChosenRejectedLogps(*(_concatenate(side, self._device) for side in zip(*pairs, strict=True)))
 
     def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
         is_missing = self._is_wanted & self._found.is_missing()
@@ -181,10 +171,13 @@ def _split(side: ResponseLogps) -> list[Logps]:
     return np.split(values, np.cumsum(side.lengths.cpu().numpy())[:-1])
 
 
-def _concatenate(responses: list[Logps], device: torch.device) -> ResponseLogps:
-    values = torch.from_numpy(np.concatenate(responses))
+def _concatenate(responses: Sequence[Logps], device: torch.device) -> ResponseLogps:
     lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
-    return ResponseLogps(copy_to_device(values, device), copy_to_device(lengths, device))
+    return _on_device(ResponseLogps(torch.from_numpy(np.concatenate(responses)), lengths), device)
+
+
+def _on_device(side: ResponseLogps, device: torch.device) -> ResponseLogps:
+    return ResponseLogps(copy_to_device(side.values, device), copy_to_device(side.lengths, device))
 
 
 STEM = "reference"

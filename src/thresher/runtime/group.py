@@ -18,7 +18,7 @@ from thresher.builders.run import logging_dir
 from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.errors import RescaleRequested
-from thresher.reference.cache_admin import cache_root
+from thresher.reference.cache import cache_root
 from thresher.runtime.rank import PolicyRank, RankReport
 from thresher.training.trainer import EvaluationRecord, Record
 

@@ -35,7 +35,7 @@ from thresher.observability.heartbeat import heartbeat, set_activity
 from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
 from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
-from thresher.reference.cache_admin import cache_root
+from thresher.reference.cache import cache_root
 from thresher.reference.scorers import Reference
 from thresher.reference.step_zero_check import check_step_zero
 from thresher.runtime.devices import prepare_cuda

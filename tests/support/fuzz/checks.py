@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher import importers
-from thresher.checkpoint.json_io import dumps, load_json
+from thresher.checkpoint.json_io import encode, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from thresher.config.load import load_config, parse_config
 from thresher.data.pair import Pair
@@ -40,8 +40,7 @@ from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.store.reader import SCHEMA, PairStore, StoreShard
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
-from thresher.reference.cache import ReferenceCache, ShardLimits, write_shard
-from thresher.reference.cache_admin import list_references, verify_cache
+from thresher.reference.cache import ReferenceCache, list_references, verify_cache, write_shard
 from thresher.reference.fingerprint import ReferenceFingerprint
 
 importers.install()  # as the command line does: ROLL's keys are read
@@ -203,7 +202,7 @@ class ManifestCheck:
         """Check a manifest of any content with a correct digest, as an attacker would write it."""
         from thresher.checkpoint.manifest import _digest_of
 
-        content = dumps({**body, "sha256": _digest_of(body)}).encode("utf-8", errors="surrogatepass")
+        content = encode({**body, "sha256": _digest_of(body)})
         (self.directory / "manifest.json").write_bytes(content)
         try:
             read = read_manifest(self.directory)
@@ -271,7 +270,7 @@ class CacheCheck:
     def __init__(self, directory: Path) -> None:
         self._root = directory / "cache"
         self._cache = ReferenceCache(self._root, ReferenceFingerprint("w", "s", "fp32", "fp32"), "test")
-        self._cache.writer(ShardLimits())
+        self._cache.writer()
         draw = np.random.default_rng(0)
         self._keys = [draw.bytes(16) for _ in range(6)]
         self._logps = [[-draw.random(n + 1).astype(np.float32) for n in range(6)] for _ in range(2)]

@@ -31,7 +31,7 @@ from tests.support.fuzz.checks import (
     check_row,
     new_directory,
 )
-from thresher.checkpoint.json_io import loads
+from thresher.checkpoint.json_io import decode
 
 Target = Callable[[random.Random], bool]
 # relative number of cases; those that use files or Hydra are slow
@@ -60,7 +60,7 @@ def make_targets(directory: Path) -> dict[str, Target]:
     valid_manifest = json.loads(store_manifest.content)
     lines = [json.dumps(row).encode() for row in cases.VALID_ROWS]
     yaml = json.dumps(cases.CONFIG, indent=1).encode()
-    body = {key: value for key, value in loads(manifest.content.decode()).items() if key != "sha256"}
+    body = {key: value for key, value in decode(manifest.content).items() if key != "sha256"}
     description = (cache._cache.directory / "identity.json").read_bytes()
 
     def signed(draw: random.Random) -> bool:
