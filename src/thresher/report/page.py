@@ -69,7 +69,7 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         # not of Markup, a subclass of str: text that is already safe
-        finalize=lambda value: _masked(value) if type(value) is str else value,
+        finalize=lambda value: escape_control_chars(redact_text(value)) if type(value) is str else value,
     )
     sections = [each for each in sections_of(runs) if each.charts or each.content]
     scripts = [_embeddable(script) for script in (bundle, (_FILES / "page.js").read_text(encoding="utf-8"))]
@@ -164,10 +164,6 @@ def _security_policy(scripts: Sequence[str]) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
-
-
-def _masked(text: str) -> str:
-    return escape_control_chars(redact_text(text))
 
 
 def _to_yaml(values: Mapping[str, Any]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from thresher.data.prepare.report import PrepareReport, percentile_names
 from thresher.observability.health.history import pairs_before_comparison
@@ -18,45 +18,13 @@ _MAX_PROMPTS, _MAX_EVENTS, _MAX_CHARS_OF_ANSWERS = 24, 600, 1_500_000
 _MAX_CHARS = 3000
 _MAX_PHASES = 3
 _STYLES = {"warn": "warning", "stop": "error"}
-
-
 NUM_SHOWN_SAMPLES = 6  # the others are folded away
+Answer = tuple[str, str, str]  # who gave it, its text, remarks
 
 
-class Sample(NamedTuple):
-    """A prompt with the answers of the runs at their last evaluation: (who, text, remarks)."""
-
-    prompt: str
-    answers: list[tuple[str, str, str]]
-
-
-class Event(NamedTuple):
-    """A health event."""
-
-    run: str
-    step: str
-    rule: str
-    action: str  # what the run did
-    style: str  # note, warning or error
-    message: str
-    evidence: str
-    advice: str
-
-
-class DataReport(NamedTuple):
-    """How the rows of a source were handled."""
-
-    title: str
-    runs: list[str]  # that used it
-    counts: list[TableRow]
-    length_names: list[str]
-    lengths: list[TableRow]
-    notes: list[tuple[str, str]]
-
-
-def samples_of(runs: Sequence[RunFiles]) -> list[Sample]:
+def samples_of(runs: Sequence[RunFiles]) -> list[tuple[str, list[Answer]]]:
     """Answers by prompt: the reference first, then the policy of each run, at the last evaluation with samples."""
-    by_prompt: dict[str, list[tuple[str, str, str]]] = {}
+    by_prompt: dict[str, list[Answer]] = {}
     most = min(_MAX_CHARS, _MAX_CHARS_OF_ANSWERS // (_MAX_PROMPTS * (len(runs) + 1)))
     for run in runs:
         for each in newest_samples(run):
@@ -67,7 +35,7 @@ def samples_of(runs: Sequence[RunFiles]) -> list[Sample]:
                 answers.append(("reference", _clipped(each["reference"], most), _remarks(each, "reference")))
             who = f"{'policy' if len(runs) == 1 else run.name}, step {each['step']:,}"
             answers.append((who, _clipped(each.get("policy", ""), most), _remarks(each, "policy")))
-    return [Sample(prompt, answers) for prompt, answers in list(by_prompt.items())[:_MAX_PROMPTS]]
+    return list(by_prompt.items())[:_MAX_PROMPTS]
 
 
 def _remarks(row: Record, who: str) -> str:
@@ -87,24 +55,26 @@ def _remarks(row: Record, who: str) -> str:
     )
 
 
-def health_events(runs: Sequence[RunFiles]) -> list[Event]:
+def health_events(runs: Sequence[RunFiles]) -> list[dict[str, str]]:
     """The events of all runs, in the order of the log; a run that was continued after a stop is one as well."""
     events = []
     for run in runs:
         for each in run.health[: _max_events(runs)]:
             changes, evidence = each.get("continued"), each.get("evidence")
             action = str(each.get("action", "")) if changes is None else "continued"
+            numbers = evidence.items() if isinstance(evidence, Mapping) else ()
+            message = each.get("summary", "") if changes is None else changes
             events.append(
-                Event(
-                    run.name,
-                    f"{each['step']:,}",
-                    str(each.get("rule", "")).replace("_", " "),
-                    action,
-                    _STYLES.get(action, "note"),
-                    str(each.get("summary", "")) if changes is None else _text_of(changes),
-                    _describe(evidence) if isinstance(evidence, Mapping) else "",
-                    str(each.get("advice", "")),
-                )
+                {
+                    "run": run.name,
+                    "step": f"{each['step']:,}",
+                    "rule": str(each.get("rule", "")).replace("_", " "),
+                    "action": action,
+                    "style": _STYLES.get(action, "note"),
+                    "message": "; ".join(map(str, message)) if isinstance(message, list) else str(message),
+                    "evidence": ", ".join(f"{name} {format_number(value)}" for name, value in numbers),
+                    "advice": str(each.get("advice", "")),
+                }
             )
     return events
 
@@ -124,14 +94,6 @@ def _without_events(run: RunFiles) -> str:
     if seen >= start:
         return "No events."
     return f"No events; most rules compare from pair {start:,} on, and the run has seen {seen:,.0f}."
-
-
-def _text_of(changes: object) -> str:
-    return "; ".join(map(str, changes)) if isinstance(changes, list) else str(changes)
-
-
-def _describe(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {format_number(value)}" for name, value in values.items())
 
 
 def recovery_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
@@ -176,44 +138,36 @@ def _pairs_of(pairs: object) -> str:
     return named + (f" and {len(entries) - 5} more" if len(entries) > 5 else "")
 
 
-def data_reports(runs: Sequence[RunFiles]) -> list[DataReport]:
+def data_reports(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     """The reports of the preparations; runs on the same data share one."""
-    found: dict[str, DataReport] = {}
+    found: dict[str, dict[str, Any]] = {}
     for run in runs:
         for role, title in (("train", "Training pairs"), ("validation", "Validation pairs")):
             section = run.data.get(role)
             if not isinstance(section, Mapping):
                 continue
             key = json.dumps([role, section], sort_keys=True, default=str)
-            if key in found:
-                found[key].runs.append(run.name)
-            else:
-                found[key] = _data_report(title, run.name, section)
+            if key not in found:
+                heading = f"{title}: {format_number(section.get('pairs'))}"
+                found[key] = {"title": heading, "runs": [], **_data_report(section.get("report"))}
+            found[key]["runs"].append(run.name)
     return list(found.values())
 
 
-def _data_report(title: str, run: str, section: Mapping[str, Any]) -> DataReport:
-    title = f"{title}: {format_number(section.get('pairs'))}"
-    values = section.get("report")
+def _data_report(values: Any) -> dict[str, Any]:
+    """How the rows of a source were handled; the notes have the style of a class of the page."""
     if values is None:
-        return DataReport(title, [run], [], [], [], [("note", "held out of the pairs of training, see their report")])
+        return {"notes": [("note", "held out of the pairs of training, see their report")], "counts": []}
     try:
         report = PrepareReport.from_json(values)
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
-        return DataReport(title, [run], [], [], [], [("warning", "the report of this data is damaged")])
-    return DataReport(
-        title,
-        [run],
-        [TableRow(name, [f"{count:,}"]) for name, count in report.count_rows()],
-        percentile_names(),
-        [TableRow(name, [f"{value:,}" for value in each]) for name, each in report.percentiles.items()],
-        list(_notes(report)),
-    )
-
-
-def _notes(report: PrepareReport) -> Iterator[tuple[str, str]]:
-    for level, line in report.notes():
-        yield "warning" if level >= logging.WARNING else "note", line
+        return {"notes": [("warning", "the report of this data is damaged")], "counts": []}
+    return {
+        "counts": [TableRow(name, [f"{count:,}"]) for name, count in report.count_rows()],
+        "length_names": percentile_names(),
+        "lengths": [TableRow(name, [f"{value:,}" for value in each]) for name, each in report.percentiles.items()],
+        "notes": [("warning" if level >= logging.WARNING else "note", line) for level, line in report.notes()],
+    }
 
 
 def _max_events(runs: Sequence[RunFiles]) -> int:

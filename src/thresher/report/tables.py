@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from thresher.report.charts import Chart, Parts, line_chart, lines
-from thresher.report.curves import points_per_line
+from thresher.report.charts import Chart, line_chart
+from thresher.report.curves import run_lines
 from thresher.report.run_files import Record, RunFiles
 
 
@@ -41,8 +41,10 @@ def format_percent(share: float | None) -> str:
     return MISSING if share is None else f"{share:.1%}".replace("%", " %")
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float | None) -> str:
     """Format a duration with its two largest units."""
+    if seconds is None:
+        return MISSING
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -75,22 +77,15 @@ def useful_token_limit(record: Record) -> float | None:
 
 def speed_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """Measured rate and limit over the steps."""
-    most = points_per_line(runs)
     series = []
     for run in runs:
         limits = [(each["step"], limit) for each in run.records if (limit := useful_token_limit(each)) is not None]
         for kind, points in ((MEASURED, run.points(_RATE)), (LIMIT, limits)):
-            series += lines(points, most, {"run": run.name, "rate": kind}, Parts(raw=len(runs) == 1)) if points else []
+            series += run_lines(points, runs, {"run": run.name, "rate": kind})
     if not series:
         return []
-    is_single = len(runs) == 1
-    spec = line_chart(
-        series,
-        title="useful tokens per second",
-        color="rate" if is_single else "run",
-        dash=None if is_single else "rate",
-        order=[MEASURED, LIMIT] if is_single else [],
-    )
+    title, is_single = "useful tokens per second", len(runs) == 1
+    spec = line_chart(series, title=title, label="rate", order=[MEASURED, LIMIT], is_single=is_single)
     caption = (
         "Good: measured close to its limit, and level. The limit is the rate of the same steps without padding and "
         "without time for the reference."
@@ -100,24 +95,32 @@ def speed_charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
 def speed_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """Rates, and where tokens and time went, over the whole run."""
-    rows = [
-        TableRow("useful tokens per second", [format_number(_round(_mean(run, _RATE))) for run in runs]),
-        TableRow("pairs per second", [format_number(_mean(run, "pairs_per_second")) for run in runs]),
-        TableRow("share of the limit", [format_percent(share_of_limit(run)) for run in runs]),
-        TableRow("padding, share of computed tokens", [format_percent(_padding_share(run)) for run in runs]),
-        TableRow(
-            "prompt tokens not computed twice, share of useful", [format_percent(_shared_share(run)) for run in runs]
-        ),
-        TableRow("waiting for the reference, share of a step", [format_percent(_waiting_share(run)) for run in runs]),
-        TableRow("time per step", [_seconds(_mean(run, "time/step")) for run in runs]),
-        TableRow("time of all evaluations", [_seconds(_sum(run, "time/evaluate")) for run in runs]),
-        TableRow("peak memory of the process", [_gigabytes(run, "memory/peak_rss_gb") for run in runs]),
-        TableRow("peak memory of the GPU", [_gigabytes(run, "memory/peak_cuda_allocated_gb") for run in runs]),
-    ]
+    columns = [_speed(run) for run in runs]
+    rows = [TableRow(heading, [column[heading] for column in columns]) for heading in columns[0]]
     return [row for row in rows if any(cell != MISSING for cell in row.cells)]
 
 
-def training_seconds(run: RunFiles) -> float | None:
+def _speed(run: RunFiles) -> dict[str, str]:
+    useful, padding, shared = (_sum(run, f"tokens/{kind}") for kind in ("useful", "padding", "shared"))
+    computed = (useful or 0.0) + (padding or 0.0) - (shared or 0.0)
+    rate = _mean(run, _RATE)
+    return {
+        "useful tokens per second": format_number(None if rate is None else round(rate)),
+        "pairs per second": format_number(_mean(run, "pairs_per_second")),
+        "share of the limit": format_percent(_share_of_limit(run)),
+        "padding, share of computed tokens": _format_share(padding, max(0.0, computed)),
+        "prompt tokens not computed twice, share of useful": _format_share(shared, useful),
+        "waiting for the reference, share of a step": _format_share(
+            _sum(run, "time/wait_reference"), _sum(run, "time/step")
+        ),
+        "time per step": format_seconds(_mean(run, "time/step")),
+        "time of all evaluations": format_seconds(_sum(run, "time/evaluate")),
+        "peak memory of the process": _gigabytes(run, "memory/peak_rss_gb"),
+        "peak memory of the GPU": _gigabytes(run, "memory/peak_cuda_allocated_gb"),
+    }
+
+
+def _training_seconds(run: RunFiles) -> float | None:
     """Time of all logged steps; steps between two logs take the time of the later one."""
     points, total, last = run.points("time/step"), 0.0, 0
     for step, seconds in points:
@@ -126,7 +129,7 @@ def training_seconds(run: RunFiles) -> float | None:
     return total if points else None
 
 
-def share_of_limit(run: RunFiles) -> float | None:
+def _share_of_limit(run: RunFiles) -> float | None:
     """Mean of measured rate over limit."""
     shares = [
         each[_RATE] / limit for each in run.records if (limit := useful_token_limit(each)) is not None and _RATE in each
@@ -144,28 +147,8 @@ def _sum(run: RunFiles, metric: str) -> float | None:
     return sum(values) if values else None
 
 
-def _padding_share(run: RunFiles) -> float | None:
-    useful, padding, shared = (_sum(run, f"tokens/{kind}") for kind in ("useful", "padding", "shared"))
-    computed = (useful or 0.0) + (padding or 0.0) - (shared or 0.0)
-    return padding / computed if padding is not None and computed > 0 else None
-
-
-def _shared_share(run: RunFiles) -> float | None:
-    useful, shared = _sum(run, "tokens/useful"), _sum(run, "tokens/shared")
-    return shared / useful if useful and shared is not None else None
-
-
-def _waiting_share(run: RunFiles) -> float | None:
-    waited, seconds = _sum(run, "time/wait_reference"), _sum(run, "time/step")
-    return waited / seconds if seconds and waited is not None else None
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value)
-
-
-def _seconds(value: float | None) -> str:
-    return MISSING if value is None else format_seconds(value)
+def _format_share(part: float | None, whole: float | None) -> str:
+    return MISSING if part is None or not whole else format_percent(part / whole)
 
 
 def _gigabytes(run: RunFiles, metric: str) -> str:
@@ -193,11 +176,10 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
         ("repeated phrases in answers", "samples/repetition/policy", True),
         ("answers that ended", "samples/ended/policy", True),
     ):
-        cells = [first_to_last(run, metric, is_percent=is_percent) + _interval(run, metric) for run in runs]
+        cells = [_first_to_last(run, metric, is_percent=is_percent) + _interval(run, metric) for run in runs]
         if any(cell != MISSING for cell in cells):
             rows.append(TableRow(heading, cells))
-    seconds = [training_seconds(run) for run in runs]
-    rows.append(TableRow("training time", [MISSING if each is None else format_seconds(each) for each in seconds]))
+    rows.append(TableRow("training time", [format_seconds(_training_seconds(run)) for run in runs]))
     for heading, records in (
         ("health events", [[each for each in run.health if "rule" in each] for run in runs]),
         ("recoveries", [run.recoveries for run in runs]),
@@ -214,11 +196,9 @@ def verdict(run: RunFiles) -> str:
     if accuracy is None:
         return f"{_progress(run)}."
     change = "rose" if accuracy[1] > accuracy[0] else "fell" if accuracy[1] < accuracy[0] else "stayed"
-    sentence = f"{_progress(run)}. Reward accuracy on {where} pairs {change} "
-    if change == "stayed":
-        sentence += f"at {format_percent(accuracy[0])}"
-    else:
-        sentence += f"from {format_percent(accuracy[0])} to {format_percent(accuracy[1])}"
+    first, last = map(format_percent, accuracy)
+    values = f"at {first}" if change == "stayed" else f"from {first} to {last}"
+    sentence = f"{_progress(run)}. Reward accuracy on {where} pairs {change} {values}"
     _, chosen = _first_and_last(run, "logps/chosen")
     if chosen is None:
         return f"{sentence}."
@@ -227,7 +207,7 @@ def verdict(run: RunFiles) -> str:
     return f"{sentence}; the log-probability of chosen responses {moved} by {format_number(abs(difference))} nats."
 
 
-def first_to_last(run: RunFiles, metric: str, *, is_percent: bool = False) -> str:
+def _first_to_last(run: RunFiles, metric: str, *, is_percent: bool) -> str:
     """A metric at the first and the last evaluation, or at training steps if there is no evaluation."""
     _, both = _first_and_last(run, metric)
     if both is None:

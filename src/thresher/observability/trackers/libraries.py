@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 # ASCII punctuation that TensorBoard could read as Markdown or HTML
 _MARKUP = re.compile(r"[!-+/:-@\[-`{-~]")
-
-
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 
@@ -148,14 +146,12 @@ class MlflowTracker:
         # Artifacts of a local store are saved next to it; a server has a default location.
         artifacts = (directory / "mlflow-artifacts").as_uri() if self._tracking_uri is None else None
         experiment = self._client.get_experiment_by_name(run.exp_name)
-        experiment_id = (
-            experiment.experiment_id
-            if experiment is not None
-            else self._client.create_experiment(run.exp_name, artifact_location=artifacts)
-        )
-        self._run_id = self._client.create_run(
-            experiment_id, run_name=self._name or run.exp_name, tags=self._tags
-        ).info.run_id
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self._client.create_experiment(run.exp_name, artifact_location=artifacts)
+        created = self._client.create_run(experiment_id, run_name=self._name or run.exp_name, tags=self._tags)
+        self._run_id = created.info.run_id
         state_path.write_text(json.dumps({"run_id": self._run_id}))
         params = [self._entities.Param(k, v[:_MAX_PARAM_CHARS]) for k, v in _flatten(run.config)]
         for start in range(0, len(params), _MAX_PARAMS):
@@ -306,13 +302,12 @@ class WandbTracker:
         temporary.replace(self._state_path)
 
 
-_FACTORIES: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
-    "console": lambda _, console: console,
-    "jsonl": lambda _, __: JsonlTracker(),
-    "tensorboard": lambda settings, _: TensorBoardTracker(settings),
-    "wandb": lambda settings, _: WandbTracker(settings),
-    "mlflow": lambda settings, _: MlflowTracker(settings),
+_LIBRARIES: Mapping[str, Callable[[TrackerSettings], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
 }
+_NAMES = ("console", "jsonl", *_LIBRARIES)
 
 
 def make_trackers(
@@ -325,15 +320,16 @@ def make_trackers(
     """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
     for name in names:
         check_name(name)
-    settings = settings or TrackerSettings()
-    console = console or ConsoleTracker()
-    optional = [_FACTORIES[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
+    settings, console = settings or TrackerSettings(), console or ConsoleTracker()
+    optional = [
+        console if name == "console" else _LIBRARIES[name](settings) for name in dict.fromkeys(names) if name != "jsonl"
+    ]
     return Trackers([JsonlTracker()], optional, callbacks)
 
 
 def check_name(name: str) -> None:
     """Reject a tracker that does not exist."""
-    if name not in _FACTORIES:
-        meant = nearest(name, _FACTORIES)
+    if name not in _NAMES:
+        meant = nearest(name, _NAMES)
         hint = f"did you mean {meant}? " if meant else ""
-        raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_FACTORIES)}")
+        raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_NAMES)}")
