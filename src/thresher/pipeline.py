@@ -149,7 +149,7 @@ class DPOPipeline:
                 run,
                 run.progress.step,
                 self._progress,
-                keep_answers=lambda step, answers: judge_answers(judge, answers, step).metrics,
+                keep_answers=lambda step, answers: judge_answers(judge, answers, step)[0],
             )
 
     @contextmanager

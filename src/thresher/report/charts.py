@@ -150,12 +150,12 @@ def line_chart(
     # for lines only: the legend would show the dashes of points, which have none
     dashes = {} if dash is None else {"strokeDash": {"field": dash, "type": "nominal", "title": None, "sort": None}}
     thin, thick = {"type": "line", "strokeWidth": 1, "opacity": 0.35}, {"type": "line", "strokeWidth": 2}
-    faint = {"mark": thin, "transform": _filter(f"=== '{RAW}'"), "encoding": dashes}
-    strong = {"mark": thick, "transform": _filter(f"!== '{RAW}'"), "encoding": dashes}
+    faint = {"mark": thin, "transform": [{"filter": f"datum.part === '{RAW}'"}], "encoding": dashes}
+    strong = {"mark": thick, "transform": [{"filter": f"datum.part !== '{RAW}'"}], "encoding": dashes}
     near = _hover_point(_tooltip(labels, "step", title, ".1%" if is_percent else ".4~g"))
     layers = [strong, near]
     if any(each.labels["part"] == RAW for each in series):  # Vega warns of a layer without points
-        layers = [faint, strong, {**near, "transform": _filter(f"!== '{MEAN}'")}]
+        layers = [faint, strong, {**near, "transform": [{"filter": f"datum.part !== '{MEAN}'"}]}]
     return _layered(encoding, layers, [] if at is None else [_rule(y=at)])
 
 
@@ -218,10 +218,6 @@ def _color(series: Sequence[Series], field: str, order: Sequence[str] = ()) -> S
     legend = {} if len(names) > 1 else {"legend": None}
     sort = [name for name in order if name in names] or None
     return {"field": field, "type": "nominal", "title": None, "sort": sort, **legend}
-
-
-def _filter(condition: str) -> list[Spec]:
-    return [{"filter": f"datum.part {condition}"}]
 
 
 def _tooltip(labels: Sequence[str], x: str, y: str, number_format: str) -> list[Spec]:

@@ -1,14 +1,21 @@
-"""Tables with one column per run, and throughput against its limit: the same steps without padding or waiting."""
+"""The parts of a report besides charts: tables with one column per run, and the records of runs.
+
+Records are samples, health events, recoveries, skipped steps and data reports. The limit of throughput is that of the
+same steps without padding or waiting.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from thresher.data.prepare.report import PrepareReport, percentile_names
+from thresher.observability.health.history import pairs_before_comparison
 from thresher.report.charts import Chart, line_chart
-from thresher.report.curves import run_lines
+from thresher.report.curves import newest_samples, run_lines
 from thresher.report.run_files import Record, RunFiles
 
 
@@ -104,10 +111,12 @@ def _speed(run: RunFiles) -> dict[str, str]:
     useful, padding, shared = (_sum(run, f"tokens/{kind}") for kind in ("useful", "padding", "shared"))
     computed = (useful or 0.0) + (padding or 0.0) - (shared or 0.0)
     rate = _mean(run, _RATE)
+    limits = [(each, limit) for each in run.records if (limit := useful_token_limit(each)) is not None]
+    shares = [each[_RATE] / limit for each, limit in limits if _RATE in each]
     return {
         "useful tokens per second": format_number(None if rate is None else round(rate)),
         "pairs per second": format_number(_mean(run, "pairs_per_second")),
-        "share of the limit": format_percent(_share_of_limit(run)),
+        "share of the limit": _format_share(sum(shares), len(shares)),  # mean of measured rate over limit
         "padding, share of computed tokens": _format_share(padding, max(0.0, computed)),
         "prompt tokens not computed twice, share of useful": _format_share(shared, useful),
         "waiting for the reference, share of a step": _format_share(
@@ -127,14 +136,6 @@ def _training_seconds(run: RunFiles) -> float | None:
         total += seconds * (step - last)
         last = step
     return total if points else None
-
-
-def _share_of_limit(run: RunFiles) -> float | None:
-    """Mean of measured rate over limit."""
-    shares = [
-        each[_RATE] / limit for each in run.records if (limit := useful_token_limit(each)) is not None and _RATE in each
-    ]
-    return sum(shares) / len(shares) if shares else None
 
 
 def _mean(run: RunFiles, metric: str) -> float | None:
@@ -245,19 +246,14 @@ def _progress(run: RunFiles) -> str:
 
 def fact_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """What was run: model, data, loss and so on; facts in which the runs differ come first."""
-    return sorted(_compare([run.facts for run in runs]), key=lambda row: not row.differs)
-
-
-def environment_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
-    """Versions and hardware."""
-    return _compare([run.environment for run in runs])
+    return sorted(compare([run.section("facts") for run in runs]), key=lambda row: not row.differs)
 
 
 def config_rows(runs: Sequence[RunFiles], defaults: Mapping[str, Any]) -> list[TableRow]:
     """Settings in which the runs differ; for a single run, settings that are not the default."""
     flat = [flatten(run.config) for run in runs]
     if len(runs) > 1:
-        return [row for row in _compare(flat) if row.differs and row.heading not in _PLACES]
+        return [row for row in compare(flat) if row.differs and row.heading not in _PLACES]
     (only,), usual = flat, flatten(defaults)
     return [
         TableRow(key, [_text(value), _text(usual[key]) if key in usual else MISSING])
@@ -283,7 +279,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _compare(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+def compare(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+    """One row per key, with its value in each column."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = []
     for key in keys:
@@ -296,3 +293,169 @@ def _text(value: object) -> str:
     if value is None:
         return "not set"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list | Mapping) else str(value)
+
+
+# of all runs together: the page must stay small however many runs it shows
+_MAX_PROMPTS, _MAX_EVENTS, _MAX_CHARS_OF_ANSWERS = 24, 600, 1_500_000
+_MAX_CHARS = 3000
+_MAX_PHASES = 3
+_STYLES = {"warn": "warning", "stop": "error"}
+NUM_SHOWN_SAMPLES = 6  # the others are folded away
+Answer = tuple[str, str, str]  # who gave it, its text, remarks
+
+
+def samples_of(runs: Sequence[RunFiles]) -> list[tuple[str, list[Answer]]]:
+    """Answers by prompt: the reference first, then the policy of each run, at the last evaluation with samples."""
+    by_prompt: dict[str, list[Answer]] = {}
+    most = min(_MAX_CHARS, _MAX_CHARS_OF_ANSWERS // (_MAX_PROMPTS * (len(runs) + 1)))
+    for run in runs:
+        for each in newest_samples(run):
+            if each.get("prompt") is None:
+                continue
+            answers = by_prompt.setdefault(_clipped(each["prompt"], most), [])
+            if not answers and each.get("reference") is not None:
+                answers.append(("reference", _clipped(each["reference"], most), _remarks(each, "reference")))
+            who = f"{'policy' if len(runs) == 1 else run.name}, step {each['step']:,}"
+            answers.append((who, _clipped(each.get("policy", ""), most), _remarks(each, "policy")))
+    return list(by_prompt.items())[:_MAX_PROMPTS]
+
+
+def _remarks(row: Record, who: str) -> str:
+    """A sample's numbers; the ones of one answer start with its name, as in policy_tokens."""
+    named = {key.removeprefix(f"{who}_"): value for key, value in row.items() if key.startswith(f"{who}_")}
+    if who == "policy":  # the others are about the pair
+        known = ("step", "prompt", "policy", "reference")
+        named |= {
+            key: value
+            for key, value in row.items()
+            if key not in known and not key.startswith(("policy_", "reference_"))
+        }
+    return ", ".join(
+        f"{key.replace('_', ' ')} {('no', 'yes')[value] if isinstance(value, bool) else format_number(value)}"
+        for key, value in named.items()
+        if isinstance(value, int | float | str) and len(str(value)) < 60
+    )
+
+
+def health_events(runs: Sequence[RunFiles]) -> list[dict[str, str]]:
+    """The events of all runs, in the order of the log; a run that was continued after a stop is one as well."""
+    events = []
+    for run in runs:
+        for each in run.health[: _max_events(runs)]:
+            changes, evidence = each.get("continued"), each.get("evidence")
+            action = str(each.get("action", "")) if changes is None else "continued"
+            numbers = evidence.items() if isinstance(evidence, Mapping) else ()
+            message = each.get("summary", "") if changes is None else changes
+            events.append(
+                {
+                    "run": run.name,
+                    "step": f"{each['step']:,}",
+                    "rule": str(each.get("rule", "")).replace("_", " "),
+                    "action": action,
+                    "style": _STYLES.get(action, "note"),
+                    "message": "; ".join(map(str, message)) if isinstance(message, list) else str(message),
+                    "evidence": ", ".join(f"{name} {format_number(value)}" for name, value in numbers),
+                    "advice": str(each.get("advice", "")),
+                }
+            )
+    return events
+
+
+def quiet_runs(runs: Sequence[RunFiles]) -> list[tuple[str, str]]:
+    """The runs without events, and what that means."""
+    return [(run.name, _without_events(run)) for run in runs if run.config and not run.health]
+
+
+def _without_events(run: RunFiles) -> str:
+    if run.config.get("health") == "off":
+        return "Health is off."
+    pairs_per_step, every = run.description.get("pairs_per_step"), run.config.get("logging_steps")
+    if not isinstance(pairs_per_step, int) or not isinstance(every, int) or pairs_per_step * every <= 0:
+        return "No events."
+    start, seen = pairs_before_comparison(pairs_per_step * every), run.last("pairs_seen") or 0
+    if seen >= start:
+        return "No events."
+    return f"No events; most rules compare from pair {start:,} on, and the run has seen {seen:,.0f}."
+
+
+def recovery_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
+    """Restarts after failures: run, cause, step, resumed from, steps repeated, seconds, and where they went."""
+    keys = ("cause", "step", "from_step", "steps_repeated", "seconds")
+    return [
+        TableRow(run.name, [*(format_number(each.get(key)) for key in keys), _longest_phases(each.get("phases"))])
+        for run in runs
+        for each in run.recoveries[: _max_events(runs)]
+    ]
+
+
+def _longest_phases(phases: object) -> str:
+    """The phases of a restart that took longest, with their seconds."""
+    if not isinstance(phases, Mapping):
+        return ""
+    known = [(str(phase), each) for phase, each in phases.items() if isinstance(each, int | float)]
+    longest = sorted(known, key=lambda each: -each[1])[:_MAX_PHASES]
+    return ", ".join(f"{phase} {each:.1f}" for phase, each in longest)
+
+
+def skipped_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
+    """Steps without an update: run, step, reason, gradient norm, pairs."""
+    return [
+        TableRow(
+            run.name,
+            [
+                format_number(each["step"]),
+                str(each.get("reason", "")),
+                format_number(each.get("grad_norm")),
+                _pairs_of(each.get("pairs")),
+            ],
+        )
+        for run in runs
+        for each in run.skipped[: _max_events(runs)]
+    ]
+
+
+def _pairs_of(pairs: object) -> str:
+    entries = [each for each in pairs if isinstance(each, Mapping)] if isinstance(pairs, list) else []
+    named = ", ".join(f"{each.get('pair')} ({each.get('fault', 'not known')})" for each in entries[:5])
+    return named + (f" and {len(entries) - 5} more" if len(entries) > 5 else "")
+
+
+def data_reports(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+    """The reports of the preparations; runs on the same data share one."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for role, title in (("train", "Training pairs"), ("validation", "Validation pairs")):
+            section = run.section("data").get(role)
+            if not isinstance(section, Mapping):
+                continue
+            key = json.dumps([role, section], sort_keys=True, default=str)
+            if key not in found:
+                heading = f"{title}: {format_number(section.get('pairs'))}"
+                found[key] = {"title": heading, "runs": [], **_data_report(section.get("report"))}
+            found[key]["runs"].append(run.name)
+    return list(found.values())
+
+
+def _data_report(values: Any) -> dict[str, Any]:
+    """How the rows of a source were handled; the notes have the style of a class of the page."""
+    if values is None:
+        return {"notes": [("note", "held out of the pairs of training, see their report")], "counts": []}
+    try:
+        report = PrepareReport.from_json(values)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
+        return {"notes": [("warning", "the report of this data is damaged")], "counts": []}
+    return {
+        "counts": [TableRow(name, [f"{count:,}"]) for name, count in report.count_rows()],
+        "length_names": percentile_names(),
+        "lengths": [TableRow(name, [f"{value:,}" for value in each]) for name, each in report.percentiles.items()],
+        "notes": [("warning" if level >= logging.WARNING else "note", line) for level, line in report.notes()],
+    }
+
+
+def _max_events(runs: Sequence[RunFiles]) -> int:
+    return max(1, _MAX_EVENTS // len(runs))
+
+
+def _clipped(text: object, max_chars: int) -> str:
+    whole = str(text)
+    return whole if len(whole) <= max_chars else f"{whole[:max_chars]} … ({len(whole):,} characters)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,19 @@ logger = logging.getLogger(__name__)
 TABLE_NAME = "samples/answers"
 
 
-@dataclass(frozen=True)
-class JudgedAnswers:
-    """Answers with a verdict per prompt; none without a judge, or if it failed."""
-
-    answers: SampledAnswers
-    verdicts: Sequence[Verdict]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self.answers.metrics() | (win_rate_metrics(self.verdicts) if self.verdicts else {})
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per prompt. Values of one answer are named for it, as in policy_tokens."""
-        verdicts: Sequence[Verdict | None] = self.verdicts or [None] * len(self.answers.prompts)
-        return [_row(each, verdict) for each, verdict in zip(self.answers.prompts, verdicts, strict=True)]
-
-
-def judge_answers(judge: Judge | None, answers: SampledAnswers, step: int) -> JudgedAnswers:
-    """Ask the judge; one that fails is reported, and the run continues without a win rate."""
-    verdicts: Sequence[Verdict] = ()
+def judge_answers(
+    judge: Judge | None, answers: SampledAnswers, step: int
+) -> tuple[dict[str, float], Sequence[Verdict | None]]:
+    """Return the metrics, and a verdict per prompt. A judge that fails is reported, and there is no win rate."""
+    metrics, verdicts = answers.metrics(), [None] * len(answers.prompts)
+    if judge is None:
+        return metrics, verdicts
     try:
-        verdicts = judge.verdicts(answers.prompts) if judge is not None else ()
+        judged = judge.verdicts(answers.prompts)
     except JudgeError as error:
         logger.warning("no win rate after step %d: %s", step, error)
-    return JudgedAnswers(answers, verdicts)
+        return metrics, verdicts
+    return metrics | win_rate_metrics(judged), judged
 
 
 class SampleLog:
@@ -56,21 +43,18 @@ class SampleLog:
 
     def write(self, step: int, answers: SampledAnswers) -> dict[str, float]:
         """Log the answers of a step; return the metrics."""
-        judged = judge_answers(self._judge, answers, step)
-        rows = judged.rows()
+        metrics, verdicts = judge_answers(self._judge, answers, step)
+        rows = [_row(*each) for each in zip(answers.prompts, verdicts, strict=True)]
         for row in rows:
             self._log.write({"step": step, **row})
         columns = ["step", *rows[0]]
         self._log_table(step, Table(TABLE_NAME, columns, [[step, *row.values()] for row in rows]))
-        return judged.metrics
+        return metrics
 
 
 def _row(sample: SampledPrompt, verdict: Verdict | None) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "prompt": sample.prompt,
-        "policy": sample.policy.text,
-        "reference": sample.reference.text,
-    }
+    """The row of a prompt. Values of one answer are named for it, as in policy_tokens."""
+    row: dict[str, Any] = {"prompt": sample.prompt, "policy": sample.policy.text, "reference": sample.reference.text}
     for side, answer in (("policy", sample.policy), ("reference", sample.reference)):
         row[f"{side}_tokens"] = len(answer.token_ids)
         row[f"{side}_ended"] = answer.ended

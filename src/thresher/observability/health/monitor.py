@@ -57,7 +57,7 @@ class RuleEngine:
     def __init__(self, facts: RunFacts, rules: Sequence[Rule] = RULES) -> None:
         self._facts, self._rules = facts, rules
         self._history = History(CHANCE_PAIRS, SPIKE_RECORDS)
-        # rules that fired, with the number of records since their condition held
+        # records since the condition of each rule held
         self._quiet: dict[str, int] = {}
 
     def check(self, step: int) -> list[HealthEvent]:
@@ -65,15 +65,10 @@ class RuleEngine:
         events = []
         for rule in self._rules:
             evidence = rule.check(self._history, self._facts)
-            if evidence is None:
-                if rule.name in self._quiet:
-                    self._quiet[rule.name] += 1
-                    if self._quiet[rule.name] >= REARM_RECORDS:
-                        del self._quiet[rule.name]
-                continue
-            if rule.name not in self._quiet:
+            num_quiet = self._quiet.get(rule.name, REARM_RECORDS)
+            self._quiet[rule.name] = num_quiet + 1 if evidence is None else 0
+            if evidence is not None and num_quiet >= REARM_RECORDS:
                 events.append(HealthEvent(step, rule.name, rule.summary, evidence, rule.advice))
-            self._quiet[rule.name] = 0
         return events
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[HealthEvent]:

@@ -105,10 +105,7 @@ def _change(history: History, name: str) -> tuple[float, float] | None:
     return None if before is None or now is None else (before, now)
 
 
-@_rule(
-    "the chosen responses become less likely while the margin grows",
-    f"set rpo_alpha=1, lower {_LR}, or raise beta",
-)
+@_rule("the chosen responses become less likely while the margin grows", f"set rpo_alpha=1, lower {_LR}, or raise beta")
 def likelihood_displacement(history: History, facts: RunFacts) -> Evidence | None:
     nll, margin = _change(history, "sft_loss"), _change(history, "rewards/margins")
     if not facts.compares_sides or nll is None or margin is None:
@@ -143,10 +140,7 @@ def length_exploitation(history: History, facts: RunFacts) -> Evidence | None:
     return {"longer response preferred": preferred, "longer response chosen in the data": chosen}
 
 
-@_rule(
-    "the policy is far from its reference",
-    f"raise beta, lower {_LR}, or train fewer steps (max_steps)",
-)
+@_rule("the policy is far from its reference", f"raise beta, lower {_LR}, or train fewer steps (max_steps)")
 def large_kl(history: History, _facts: RunFacts) -> Evidence | None:
     window = history.recent()
     kl = None if window is None else window.mean("kl")

@@ -86,18 +86,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [_loads(line) for line in _complete_lines(path)]
 
 
-def find_holes(path: Path, until: int, interval: int) -> str | None:
+def find_holes(path: Path, until: int, logging_steps: int) -> str | None:
     """Say which training records up to a step a log lacks or has twice; None if it is complete.
 
     A log may start at a later step, if the run started from a checkpoint elsewhere.
-
-    Args:
-        interval: Steps between records.
     """
     records = read_records(path) if path.exists() else []
     counts = Counter(record["step"] for record in records if "lr" in record and record["step"] <= until)
-    first = min(counts, default=interval)
-    interval = max(interval, min((b - a for a, b in pairwise(sorted(counts))), default=0))  # of an earlier start
+    first = min(counts, default=logging_steps)
+    interval = max(logging_steps, min((b - a for a, b in pairwise(sorted(counts))), default=0))  # of an earlier start
     missing = [step for step in range(first, until + 1) if step % interval == 0 and step not in counts]
     repeated = [step for step, count in sorted(counts.items()) if count > 1]
     for what, steps in (("has no record", missing), ("has several records", repeated)):
