@@ -22,12 +22,12 @@ from thresher.sampling.judges import (
     JudgeError,
     from_both_orders,
     from_scores,
+    judge_answers,
     load_judge,
     parse_reply,
     wilson_interval,
     win_rate_metrics,
 )
-from thresher.sampling.log import judge_answers
 
 
 def sample(policy: str, reference: str, prompt: str = "say something") -> SampledPrompt:

@@ -148,7 +148,7 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
 def run_facts(inputs: RunInputs, devices: str, parameters: ParameterCounts) -> dict[str, str]:
     """The facts that describe a run to people, by name."""
     config, plan, validation, mode = inputs.config, inputs.plan, inputs.validation, inputs.mode
-    epochs = f"{plan.num_epochs:.3g}"
+    epochs = f"{plan.epoch_of(plan.num_steps):.3g}"
     held_out = "held out " if config.validation and config.validation.split else ""
     return {
         "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",

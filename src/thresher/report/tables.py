@@ -370,12 +370,11 @@ def _without_events(run: RunFiles) -> str:
     if run.config.get("health") == "off":
         return "Health is off."
     pairs_per_step, every = run.description.get("pairs_per_step"), run.config.get("logging_steps")
-    if not isinstance(pairs_per_step, int) or not isinstance(every, int) or pairs_per_step * every <= 0:
-        return "No events."
-    start, seen = pairs_before_comparison(pairs_per_step * every), run.last("pairs_seen") or 0
-    if seen >= start:
-        return "No events."
-    return f"No events; most rules compare from pair {start:,} on, and the run has seen {seen:,.0f}."
+    if isinstance(pairs_per_step, int) and isinstance(every, int) and pairs_per_step * every > 0:
+        start, seen = pairs_before_comparison(pairs_per_step * every), run.last("pairs_seen") or 0
+        if seen < start:
+            return f"No events; most rules compare from pair {start:,} on, and the run has seen {seen:,.0f}."
+    return "No events."
 
 
 def recovery_rows(runs: Sequence[RunFiles]) -> list[TableRow]:

@@ -1,4 +1,4 @@
-"""Judges decide which of two answers is better: a Python function, or a model behind an endpoint.
+"""Judges decide which of two answers is better: a Python function, or a model behind an endpoint; and their log.
 
 A function with two parameters, `score(prompt, answer)`, returns a reward: the answer with the higher one wins. One with
 three, `compare(prompt, first, second)`, returns the probability that the first answer is better, or a bool; it is
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import math
 import re
 import socket
@@ -26,13 +27,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
 from typing import Any, Protocol
 
 from thresher.errors import UserError
 from thresher.imported_function import import_function
+from thresher.observability.log_files import SAMPLES
+from thresher.observability.trackers.jsonl import StepLog, encode_number
+from thresher.observability.trackers.tracker import Table
 from thresher.redact import MASK, redact_text
-from thresher.sampling.answers import SampledPrompt
+from thresher.sampling.answers import SampledAnswers, SampledPrompt
 
+logger = logging.getLogger(__name__)
+
+TABLE_NAME = "samples/answers"
 # of the standard normal distribution: an interval of 95 %
 _Z = 1.959963984540054
 
@@ -171,6 +179,57 @@ def load_judge(location: str) -> FunctionJudge:
             "or compare(prompt, first, second)"
         )
     return FunctionJudge(location, function, compares=len(required) == 3)
+
+
+def judge_answers(
+    judge: Judge | None, answers: SampledAnswers, step: int
+) -> tuple[dict[str, float], Sequence[Verdict | None]]:
+    """Return the metrics, and a verdict per prompt. A judge that fails is reported, and there is no win rate."""
+    metrics, verdicts = answers.metrics(), [None] * len(answers.prompts)
+    if judge is None:
+        return metrics, verdicts
+    try:
+        judged = judge.verdicts(answers.prompts)
+    except JudgeError as error:
+        logger.warning("no win rate after step %d: %s", step, error)
+        return metrics, verdicts
+    return metrics | win_rate_metrics(judged), judged
+
+
+class SampleLog:
+    """Judges the answers of evaluations, writes them to `samples.jsonl` and sends them to the trackers as a table."""
+
+    def __init__(
+        self, run_dir: Path, resume_step: int | None, judge: Judge | None, log_table: Callable[[int, Table], None]
+    ) -> None:
+        self._log, self._judge, self._log_table = StepLog(run_dir / SAMPLES, resume_step), judge, log_table
+
+    def write(self, step: int, answers: SampledAnswers) -> dict[str, float]:
+        """Log the answers of a step; return the metrics."""
+        metrics, verdicts = judge_answers(self._judge, answers, step)
+        rows = [_row(*each) for each in zip(answers.prompts, verdicts, strict=True)]
+        for row in rows:
+            self._log.write({"step": step, **row})
+        columns = ["step", *rows[0]]
+        self._log_table(step, Table(TABLE_NAME, columns, [[step, *row.values()] for row in rows]))
+        return metrics
+
+
+def _row(sample: SampledPrompt, verdict: Verdict | None) -> dict[str, Any]:
+    """The row of a prompt. Values of one answer are named for it, as in policy_tokens."""
+    row: dict[str, Any] = {"prompt": sample.prompt, "policy": sample.policy.text, "reference": sample.reference.text}
+    for side, answer in (("policy", sample.policy), ("reference", sample.reference)):
+        row[f"{side}_tokens"] = len(answer.token_ids)
+        row[f"{side}_ended"] = answer.ended
+        row[f"{side}_repetition"] = round(answer.repetition, 4)
+    row["log_ratio"] = encode_number(sample.log_ratio)
+    if verdict is not None:
+        row["win"] = verdict.outcome
+        if verdict.rewards is not None:
+            row["policy_reward"], row["reference_reward"] = verdict.rewards
+        else:
+            row["inconsistent"] = verdict.is_inconsistent
+    return row
 
 
 INSTRUCTIONS = (

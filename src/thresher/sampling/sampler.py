@@ -55,10 +55,7 @@ class Prompt:
 def file_prompts(
     path: Path, tokenizer: PreTrainedTokenizerBase, template: Template, system_prompt: str | None, num_prompts: int
 ) -> list[Prompt]:
-    """The first distinct prompts of a text file, one per line, or of JSON lines with a `prompt`: a text or messages.
-
-    They are rendered and tokenized like the prompts of training pairs.
-    """
+    """The first distinct prompts of a text file, one per line, or of JSON lines with a `prompt`: a text or messages."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

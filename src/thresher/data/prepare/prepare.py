@@ -116,10 +116,7 @@ _COLUMNS = ("prompt", "chosen", "rejected", "total")
 
 
 class LengthHistogram:
-    """Number of pairs per length in tokens, for exact percentiles and length bias.
-
-    Memory grows with the longest pair, not with the number of pairs.
-    """
+    """Number of pairs per length in tokens, for exact percentiles and length bias; memory grows with the longest."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         counts: Mapping[str, Mapping[str, int]] = state["counts"] if state else {}

@@ -264,10 +264,7 @@ def repetition(history: History, _facts: RunFacts) -> Evidence | None:
     "actor_train.data_args.file_name and validation.data_args.file_name",
 )
 def validation_below_chance(history: History, facts: RunFacts) -> Evidence | None:
-    """Training separates the sides, and the same policy prefers the rejected side of validation pairs.
-
-    The accuracy or the margin on validation pairs is four standard errors below a coin's.
-    """
+    """Training separates the sides, and accuracy or margin on validation pairs is far below a coin's."""
     validation = history.validation
     if validation is None or not facts.compares_sides or not facts.num_validation_pairs:
         return None

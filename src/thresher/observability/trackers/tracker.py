@@ -70,8 +70,6 @@ class Trackers:
         callbacks: The user's code, called last; its errors are raised as they are.
     """
 
-    name = "trackers"
-
     def __init__(
         self, required: Sequence[Tracker], optional: Sequence[Tracker], callbacks: Tracker | None = None
     ) -> None:
