@@ -45,7 +45,7 @@ from thresher.observability.trackers.jsonl import StepLog
 from thresher.runtime.group import StartedRun
 from thresher.runtime.launch import find_launch, fit_to_launch
 from thresher.runtime.open import lead, open_runtime
-from thresher.sampling.log import SampleLog, judge_answers
+from thresher.sampling.judges import SampleLog, judge_answers
 from thresher.training.loop import RunLogs, evaluate, fit
 from thresher.training.preemption import stop_file, stop_on_signals
 from thresher.training.run_lock import lock_run
@@ -147,7 +147,7 @@ class DPOPipeline:
                 run,
                 run.step,
                 self._progress,
-                keep_answers=lambda step, answers: judge_answers(judge, answers, step).metrics,
+                keep_answers=lambda step, answers: judge_answers(judge, answers, step)[0],
             )
 
     @contextmanager

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from thresher.data.prepare import findings
 from thresher.data.prepare.blocks import BadRow, BlockResult, TaskReader
 from thresher.data.prepare.findings import NUM_EXAMPLES, SpilledKeys
+from thresher.data.prepare.prepare import MAX_REASONS, OTHER_REASONS, LengthHistogram, PrepareStats
 from thresher.data.prepare.report import PERCENTILES
-from thresher.data.prepare.stats import MAX_REASONS, OTHER_REASONS, LengthHistogram, PrepareStats
 from thresher.data.settings import DataSettings
 from thresher.data.sources import readers
 from thresher.data.sources.readers import read_blocks, read_span, split_source

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
+from tests.support.health_replay import replay
 from thresher.observability.health import rules
 from thresher.observability.health.history import History, pairs_before_comparison
-from thresher.observability.health.monitor import REARM_RECORDS, RuleEngine, replay
+from thresher.observability.health.monitor import REARM_RECORDS, RuleEngine
 from thresher.observability.health.rules import RULES, Rule, RunFacts
 
 STEPS, PAIRS, VALIDATION_PAIRS = 200, 16, 100

@@ -34,9 +34,8 @@ class Screen:
         self.tracker = ConsoleTracker(self.console, clock=lambda: self.now, is_live=True)
 
     def lines(self) -> list[str]:
-        display = self.tracker._display
-        assert display is not None
-        return [line.rstrip() for line in self._text(display._render()).splitlines()]
+        assert self.tracker._live is not None
+        return [line.rstrip() for line in self._text(self.tracker._render()).splitlines()]
 
     def _text(self, renderable: object) -> str:
         plain = Console(file=io.StringIO(), width=self.console.width, color_system=None)
@@ -164,7 +163,7 @@ def test_the_terminal_is_left_clean_however_a_run_ends(monkeypatch, error):
         with tracker.displayed():
             tracker.start(run_of(10), None)
             tracker.log(4, METRICS)
-            tracker._display._live.refresh()  # as its thread does four times per second
+            tracker._live.refresh()  # as its thread does four times per second
             tracker.print("a message")
             if error is not None:
                 raise error

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.report_page import Page
-from thresher.observability.health.monitor import HealthEvent, HealthLog
-from thresher.observability.trackers.jsonl import read_metrics, read_records
+from thresher.observability.health.monitor import HealthEvent
+from thresher.observability.trackers.jsonl import StepLog, read_metrics, read_records
 from thresher.report.charts import Chart
 from thresher.report.page import MAX_BYTES, render_page, sections_of
 from thresher.report.run_files import read_runs
@@ -112,7 +113,12 @@ def test_every_chart_is_drawn_with_its_points(run_dir: Path) -> None:
     charts: list[Chart] = [chart for section in sections_of(read_runs([run_dir])) for chart in section.charts]
     assert len(charts) > 10
     for chart in charts:
-        spec = {**chart.complete_spec(), "width": 300}
+        rows = [
+            {**each.labels, **dict(zip(each.columns, values, strict=True))}
+            for each in chart.series
+            for values in zip(*each.columns.values(), strict=True)
+        ]
+        spec = {**chart.to_json()["spec"], "data": {"values": rows}, "width": 300}
         svg = vl_convert.vegalite_to_svg(spec)
         assert re.search(r"mark-(line|area|symbol) role-mark", svg), chart.id
         assert "NaN" not in svg
@@ -141,9 +147,9 @@ def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> 
         ],
         skipped_steps=[{"step": 1, "reason": "loss", "grad_norm": "nan", "pairs": [{"pair": 17, "fault": "loss"}]}],
     )
-    log = HealthLog(run / "logs", None)
-    log.write(HealthEvent(3, "kl_limit", "KL is 31", {"kl": 31.25}, "raise beta"), "stop")
-    log.write_continued(3, ["beta was 0.1, is 0.2"])
+    log = StepLog(run / "logs" / "health.jsonl", None)
+    log.write(asdict(HealthEvent(3, "kl_limit", "KL is 31", {"kl": 31.25}, "raise beta")) | {"action": "stop"})
+    log.write({"step": 3, "continued": ["beta was 0.1, is 0.2"]})
     page = page_of(run)
     for text in (
         "kl limit",

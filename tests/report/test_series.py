@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thresher.report.charts import MEAN, RAW, Parts, histograms, lines, thin
+from thresher.report.charts import MEAN, RAW, histograms, lines, thin
 from thresher.report.run_files import shortest_names
 from thresher.report.tables import format_number, format_seconds, useful_token_limit
 
@@ -24,20 +24,20 @@ def test_thinning_keeps_the_ends_and_every_extreme() -> None:
 
 def test_a_log_shorter_than_the_limit_is_kept_whole() -> None:
     points = [(step, float(step)) for step in range(50)]
-    (line,) = lines(points, 600, {"run": "a"}, Parts(raw=True))
+    (line,) = lines(points, 600, {"run": "a"}, raw=True)
     assert list(zip(line.columns["x"], line.columns["y"], strict=True)) == points
 
 
 def test_the_moving_mean_ignores_values_that_are_not_finite() -> None:
     points = [(step, math.nan if step == 50 else 2.0) for step in range(100)]
-    raw, mean = lines(points, 600, {}, Parts(raw=True))
+    raw, mean = lines(points, 600, {}, raw=True)
     assert (raw.labels["part"], mean.labels["part"]) == (RAW, MEAN)
     assert raw.columns["y"][50] is None
     assert set(mean.columns["y"]) == {2.0}
 
 
 def test_a_straight_line_is_its_own_moving_mean() -> None:
-    _, mean = lines([(step, float(step)) for step in range(100)], 600, {}, Parts(raw=True))
+    _, mean = lines([(step, float(step)) for step in range(100)], 600, {}, raw=True)
     assert mean.columns["y"][10:90] == pytest.approx(list(range(10, 90)))
 
 

@@ -17,16 +17,17 @@ import pytest
 
 from thresher.errors import UserError
 from thresher.sampling.answers import Answer, SampledAnswers, SampledPrompt
-from thresher.sampling.endpoint import EndpointJudge, parse_reply
 from thresher.sampling.judges import (
+    EndpointJudge,
     JudgeError,
     from_both_orders,
     from_scores,
+    judge_answers,
     load_judge,
+    parse_reply,
     wilson_interval,
     win_rate_metrics,
 )
-from thresher.sampling.log import judge_answers
 
 
 def sample(policy: str, reference: str, prompt: str = "say something") -> SampledPrompt:
@@ -120,8 +121,9 @@ def test_a_value_that_is_no_verdict_leaves_no_win_rate(
     tmp_path: Path, text: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     judge = load_judge(write_judge(tmp_path, text, "judge"))
-    judged = judge_answers(judge, SampledAnswers((sample("a", "b"),)), step=3)
-    assert "samples/win_rate" not in judged.metrics
+    metrics, verdicts = judge_answers(judge, SampledAnswers((sample("a", "b"),)), step=3)
+    assert "samples/win_rate" not in metrics
+    assert verdicts == [None]
     assert message in caplog.text
 
 

@@ -12,7 +12,7 @@ from thresher.builders.preflight import check_run
 from thresher.builders.samples import build_judge
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.sampling.endpoint import EndpointJudge
+from thresher.sampling.judges import EndpointJudge
 
 MINIMAL = {"validation": {"split": 0.1}}
 

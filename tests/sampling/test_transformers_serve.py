@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.paths import shared_path
 from thresher.sampling.answers import Answer, SampledPrompt
-from thresher.sampling.endpoint import EndpointJudge
-from thresher.sampling.judges import JudgeError
+from thresher.sampling.judges import EndpointJudge, JudgeError
 
 pytestmark = [pytest.mark.hand, pytest.mark.real]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"

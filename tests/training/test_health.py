@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.compared_runs import merge, metric_log
+from tests.support.health_replay import replay
 from tests.support.small_runs import save_small_model, write_rows
 from thresher.config import parse_config
 from thresher.errors import HealthStopped
-from thresher.observability.health.monitor import replay
 from thresher.observability.health.rules import RunFacts
 from thresher.observability.trackers.jsonl import read_metrics
 from thresher.pipeline import DPOPipeline

@@ -26,9 +26,9 @@ from thresher.errors import HealthStopped, RescaleRequested, RunStopped, UserErr
 from thresher.foreign_names import foreign
 from thresher.models.loading.load import DTYPES
 from thresher.observability.health.history import pairs_before_comparison
-from thresher.observability.health.monitor import HealthLog, HealthMonitor, rules_that_stopped
+from thresher.observability.health.monitor import HealthMonitor, rules_that_stopped
 from thresher.observability.health.rules import RunFacts
-from thresher.observability.log_files import DESCRIPTION, METRICS, RECOVERIES, SKIPPED_STEPS
+from thresher.observability.log_files import DESCRIPTION, HEALTH, METRICS, RECOVERIES, SKIPPED_STEPS
 from thresher.observability.machine import environment
 from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
@@ -132,7 +132,7 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
 def run_facts(inputs: RunInputs, devices: str, parameters: ParameterCounts) -> dict[str, str]:
     """The facts that describe a run to people, by name."""
     config, plan, validation, mode = inputs.config, inputs.plan, inputs.validation, inputs.mode
-    epochs = f"{plan.num_epochs:.3g}"
+    epochs = f"{plan.epoch_of(plan.num_steps):.3g}"
     held_out = "held out " if config.validation and config.validation.split else ""
     return {
         "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",
@@ -243,10 +243,10 @@ def watch_health(
         return
     directory, stop = logging_dir(config), stop_file(config)
     stopped_by = [] if checkpoint is None else rules_that_stopped(directory, read_manifest(checkpoint).step)
-    events = HealthLog(directory, resume_step)
+    events = StepLog(directory / HEALTH, resume_step)
     if checkpoint is not None and stopped_by:
         changes = config_changes(checkpoint, config) or [f"health is {config.health}"]
-        events.write_continued(read_manifest(checkpoint).step, changes)
+        events.write({"step": read_manifest(checkpoint).step, "continued": changes})
     monitor = HealthMonitor(log.log, health_facts(inputs), events, stop.touch if config.health == "stop" else None)
     monitor.start(directory / METRICS, is_new=resume_step in (None, START_OVER))
     try:
@@ -260,4 +260,4 @@ def watch_health(
             stop.unlink(missing_ok=True)
         raise
     if monitor.fired:  # in one of the last steps: there was nothing left to stop
-        events.write_continued(inputs.plan.num_steps, ["all steps were done"])
+        events.write({"step": inputs.plan.num_steps, "continued": ["all steps were done"]})

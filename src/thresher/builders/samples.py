@@ -25,9 +25,8 @@ from thresher.models.loading.location import named_model
 from thresher.models.loading.trained import TrainedParts
 from thresher.reference.scorers import STEM as SYNCED
 from thresher.reference.scorers import SyncedReference
-from thresher.sampling.endpoint import INSTRUCTIONS, EndpointJudge
 from thresher.sampling.generation import GenerationSettings
-from thresher.sampling.judges import Judge, load_judge
+from thresher.sampling.judges import INSTRUCTIONS, EndpointJudge, Judge, load_judge
 from thresher.sampling.sampler import AnswerSampler, Prompt, file_prompts, store_prompts
 
 

@@ -24,7 +24,8 @@ def environment() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     facts["system"] = platform.platform(terse=True)
-    facts["processor"] = f"{_processor()}, {os.cpu_count()} logical cores"
+    processor = _proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
+    facts["processor"] = f"{processor}, {os.cpu_count()} logical cores"
     facts["memory"] = f"{psutil.virtual_memory().total / 1e9:.1f} GB"
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
@@ -33,13 +34,11 @@ def environment() -> dict[str, str]:
     return facts
 
 
-def _processor() -> str:
-    models = Path("/proc/cpuinfo")
-    if models.exists():
-        for line in models.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def _proc_value(file: str, name: str) -> str | None:
+    """Return the first value of this name in a file of /proc; None on systems without it."""
+    path = Path("/proc") / file
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
 def memory_metrics() -> dict[str, float]:
@@ -55,10 +54,7 @@ def memory_metrics() -> dict[str, float]:
 def peak_rss_bytes() -> int:
     """Return the peak resident set of this process."""
     # On Linux a new process inherits ru_maxrss from its parent; VmHWM covers this process alone.
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    if (high_water_mark := _proc_value("self/status", "VmHWM:")) is not None:
+        return int(high_water_mark.split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

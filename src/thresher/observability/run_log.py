@@ -137,13 +137,8 @@ class _Forward(logging.Handler):
 def _last_record(error: BaseException) -> logging.LogRecord:
     """Describe what ended a run: a stop request, a user error, or an unexpected error with its traceback."""
     is_stop_request = isinstance(error, (RunStopped, KeyboardInterrupt, SystemExit))
+    level = logging.INFO if is_stop_request else logging.ERROR
     is_expected = is_stop_request or isinstance(error, UserError)
-    return logger.makeRecord(
-        logger.name,
-        logging.INFO if is_stop_request else logging.ERROR,
-        __file__,
-        0,
-        "the run ended: %s",
-        (str(error) or repr(error),),
-        None if is_expected else (type(error), error, error.__traceback__),
-    )
+    traceback = None if is_expected else (type(error), error, error.__traceback__)
+    text = str(error) or repr(error)
+    return logger.makeRecord(logger.name, level, __file__, 0, "the run ended: %s", (text,), traceback)

@@ -56,10 +56,7 @@ class ThroughputMeter:
             self._waited += time.perf_counter() - since
 
     def pop_rates(self, reference_seconds_per_pair: float | None) -> dict[str, float]:
-        """Return the rates and restart; the cost of precomputed reference logps is charged to the pairs that use them.
-
-        Without a reference (None), `time/wait_reference` is omitted.
-        """
+        """Return the rates and restart; precomputed reference logps are charged to the pairs that use them."""
         training = time.perf_counter() - self._started
         seconds = training + (reference_seconds_per_pair or 0.0) * self._pairs
         rates = {

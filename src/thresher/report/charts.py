@@ -23,34 +23,23 @@ Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a long line consists of."""
-
-    raw: bool  # its values, which hide the lines of other runs
-    mean: bool = True  # its moving mean
-
-
-@dataclass(frozen=True)
 class Series:
     """Points that share labels."""
 
     labels: Mapping[str, str]
     columns: Mapping[str, Sequence[float | None]]  # by field, all of one length; None where a value is not finite
 
-    def rows(self) -> list[dict[str, object]]:
-        """One object per point, as Vega reads them."""
-        names, values = list(self.columns), list(self.columns.values())
-        return [{**self.labels, **dict(zip(names, each, strict=True))} for each in zip(*values, strict=True)]
 
-
-def lines(points: Sequence[Point], max_points: int, labels: Mapping[str, str], parts: Parts) -> list[Series]:
-    """Make a line of at most about max_points points; a long one becomes raw values and their moving mean."""
-    if len(points) < _SMOOTHED_FROM or not parts.mean:
+def lines(
+    points: Sequence[Point], max_points: int, labels: Mapping[str, str], *, raw: bool, mean: bool = True
+) -> list[Series]:
+    """Make a line of at most about max_points points; a long one becomes its moving mean, and its raw values."""
+    if len(points) < _SMOOTHED_FROM or not mean:
         return [_line(thin(points, max_points), {**labels, "part": LINE})]
     means = _moving_means(points, max(1, int(len(points) * _SMOOTHED_SHARE)))
     interval = -(-len(means) // max_points)
-    mean = _line([*means[:-1:interval], means[-1]], {**labels, "part": MEAN})
-    return [_line(thin(points, max_points), {**labels, "part": RAW}), mean] if parts.raw else [mean]
+    smoothed = _line([*means[:-1:interval], means[-1]], {**labels, "part": MEAN})
+    return [_line(thin(points, max_points), {**labels, "part": RAW}), smoothed] if raw else [smoothed]
 
 
 def _line(points: Sequence[Point], labels: Mapping[str, str]) -> Series:
@@ -129,18 +118,14 @@ class Chart:
             "series": [{"labels": each.labels, "columns": each.columns} for each in self.series],
         }
 
-    def complete_spec(self) -> Spec:
-        """The specification with its points, as the page builds it."""
-        return {**self.to_json()["spec"], "data": {"values": [row for each in self.series for row in each.rows()]}}
-
 
 def line_chart(
     series: Sequence[Series],
     *,
     title: str,
-    color: str = "run",
-    dash: str | None = None,
-    order: Sequence[str] = (),
+    label: str,
+    order: Sequence[str],
+    is_single: bool,
     is_log: bool = False,
     is_percent: bool = False,
     at: float | None = None,
@@ -148,28 +133,29 @@ def line_chart(
     """Lines over steps; long ones are drawn faintly, below their moving mean.
 
     Args:
-        color, dash: The labels that tell lines apart.
-        order: The order of the colors.
+        label: What the lines of a run differ in: their color, or their dashes if there is more than a single run.
+        order: The order of the colors of a single run.
         at: Draw a horizontal line at this value.
     """
+    color = label if is_single else "run"
+    dash = label if not is_single and len({each.labels[label] for each in series}) > 1 else None
     scale = {"type": "log"} if is_log else {"zero": False}
     y_axis = {"format": ".0%"} if is_percent else {"format": "~g", "grid": False} if is_log else {}
-    x_axis = {"tickMinStep": 1, "grid": False}
     encoding = {
-        "x": {"field": "x", "type": "quantitative", "title": "step", "axis": x_axis, "scale": {"nice": False}},
-        "y": {"field": "y", "type": "quantitative", "title": title, "scale": scale, "axis": y_axis},
-        "color": _color(series, color, order),
+        "x": _number("x", "step", axis={"tickMinStep": 1, "grid": False}, scale={"nice": False}),
+        "y": _number("y", title, scale=scale, axis=y_axis),
+        "color": _color(series, color, order if is_single else ()),
     }
     labels = (color,) if dash is None else (color, dash)
     # for lines only: the legend would show the dashes of points, which have none
     dashes = {} if dash is None else {"strokeDash": {"field": dash, "type": "nominal", "title": None, "sort": None}}
     thin, thick = {"type": "line", "strokeWidth": 1, "opacity": 0.35}, {"type": "line", "strokeWidth": 2}
-    faint = {"mark": thin, "transform": _filter(f"=== '{RAW}'"), "encoding": dashes}
-    strong = {"mark": thick, "transform": _filter(f"!== '{RAW}'"), "encoding": dashes}
+    faint = {"mark": thin, "transform": [{"filter": f"datum.part === '{RAW}'"}], "encoding": dashes}
+    strong = {"mark": thick, "transform": [{"filter": f"datum.part !== '{RAW}'"}], "encoding": dashes}
     near = _hover_point(_tooltip(labels, "step", title, ".1%" if is_percent else ".4~g"))
     layers = [strong, near]
     if any(each.labels["part"] == RAW for each in series):  # Vega warns of a layer without points
-        layers = [faint, strong, {**near, "transform": _filter(f"!== '{MEAN}'")}]
+        layers = [faint, strong, {**near, "transform": [{"filter": f"datum.part !== '{MEAN}'"}]}]
     return _layered(encoding, layers, [] if at is None else [_rule(y=at)])
 
 
@@ -178,8 +164,8 @@ def distribution_chart(
 ) -> Spec:
     """Outlines of histograms over each other."""
     encoding = {
-        "x": {"field": "x", "type": "quantitative", "title": title, "axis": {"grid": False}},
-        "y": {"field": "y", "type": "quantitative", "title": "share", "stack": None, "axis": {"format": ".0%"}},
+        "x": _number("x", title, axis={"grid": False}),
+        "y": _number("y", "share", stack=None, axis={"format": ".0%"}),
         "color": _color(series, color, order),
     }
     outline = {"type": "area", "interpolate": "step", "opacity": 0.25, "line": {"strokeWidth": 2, "opacity": 1}}
@@ -190,49 +176,40 @@ def distribution_chart(
 def scatter_chart(series: Sequence[Series], *, x: str, y: str, color: str) -> Spec:
     """Points with a line at zero on both axes, and a straight line fitted to each color."""
     encoding = {
-        "x": {"field": "x", "type": "quantitative", "title": x, "axis": {"grid": False}},
-        "y": {"field": "y", "type": "quantitative", "title": y, "axis": {"grid": False}},
+        "x": _number("x", x, axis={"grid": False}),
+        "y": _number("y", y, axis={"grid": False}),
         "color": _color(series, color),
     }
-    points = {
-        "mark": {"type": "point", "filled": True, "size": 24, "opacity": 0.45},
-        "encoding": {"tooltip": _tooltip((color,), x, y, ".4~g")},
-    }
-    fit = {
-        "transform": [{"regression": "y", "on": "x", "groupby": [color]}],
-        "mark": {"type": "line", "strokeWidth": 2},
-    }
+    point = {"type": "point", "filled": True, "size": 24, "opacity": 0.45}
+    points = {"mark": point, "encoding": {"tooltip": _tooltip((color,), x, y, ".4~g")}}
+    regression = [{"regression": "y", "on": "x", "groupby": [color]}]
+    fit = {"transform": regression, "mark": {"type": "line", "strokeWidth": 2}}
     return _layered(encoding, [points, fit], [_rule(x=0.0), _rule(y=0.0)])
 
 
 def path_chart(series: Sequence[Series], *, x: str, y: str, color: str, is_percent: bool) -> Spec:
     """Each run's path through a plane, from evaluation to evaluation; the last one is a large point."""
     encoding = {
-        "x": {"field": "x", "type": "quantitative", "title": x, "scale": {"zero": False}},
-        "y": {
-            "field": "y",
-            "type": "quantitative",
-            "title": y,
-            "scale": {"zero": False},
-            "axis": {"format": ".0%"} if is_percent else {},
-        },
+        "x": _number("x", x, scale={"zero": False}),
+        "y": _number("y", y, scale={"zero": False}, axis={"format": ".0%"} if is_percent else {}),
         "color": _color(series, color),
     }
-    step = {"field": "step", "type": "quantitative", "title": "step"}
+    step = _number("step", "step")
     tooltip = {"tooltip": [*_tooltip((color,), x, y, ".1%" if is_percent else ".4~g"), step]}
     way = {"mark": {"type": "line", "opacity": 0.5, "strokeWidth": 1.5}, "encoding": {"order": step}}
     stops = {"mark": {"type": "point", "filled": True, "size": 25, "opacity": 0.8}, "encoding": tooltip}
-    ends = {
-        "transform": [{"filter": "datum.is_end === 1"}],
-        "mark": {"type": "point", "filled": True, "size": 130, "opacity": 1},
-        "encoding": tooltip,
-    }
+    end = {"type": "point", "filled": True, "size": 130, "opacity": 1}
+    ends = {"transform": [{"filter": "datum.is_end === 1"}], "mark": end, "encoding": tooltip}
     return _layered(encoding, [way, stops, ends], [], height=300)
 
 
 def _layered(encoding: Spec, layers: list[Spec], rules: list[Spec], height: int = _HEIGHT) -> Spec:
     # in their own group: rules must not inherit the encoding of the points
     return {"width": "container", "height": height, "layer": [*rules, {"encoding": encoding, "layer": layers}]}
+
+
+def _number(field: str, title: str, **options: Any) -> Spec:
+    return {"field": field, "type": "quantitative", "title": title, **options}
 
 
 def _color(series: Sequence[Series], field: str, order: Sequence[str] = ()) -> Spec:
@@ -243,15 +220,11 @@ def _color(series: Sequence[Series], field: str, order: Sequence[str] = ()) -> S
     return {"field": field, "type": "nominal", "title": None, "sort": sort, **legend}
 
 
-def _filter(condition: str) -> list[Spec]:
-    return [{"filter": f"datum.part {condition}"}]
-
-
 def _tooltip(labels: Sequence[str], x: str, y: str, number_format: str) -> list[Spec]:
     return [
         *({"field": label, "type": "nominal", "title": label} for label in labels),
-        {"field": "x", "type": "quantitative", "title": x, "format": "," if x == "step" else ",.4~g"},
-        {"field": "y", "type": "quantitative", "title": y, "format": number_format},
+        _number("x", x, format="," if x == "step" else ",.4~g"),
+        _number("y", y, format=number_format),
     ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from thresher.report.charts import (
     Chart,
-    Parts,
+    Point,
     Series,
     Values,
     distribution_chart,
@@ -41,6 +41,7 @@ class _Curve(NamedTuple):
     is_log: bool = False
     at: float | None = None  # draw a horizontal line at this value
     has_noise: bool = True
+    has_sides: bool = False  # of chosen and rejected responses, on validation pairs if there are any
 
 
 _CURVES = (
@@ -68,6 +69,22 @@ _CURVES = (
         at=0.0,
     ),
     _Curve(
+        "rewards",
+        "Rewards of both sides",
+        "Good: chosen stays at or above 0 while rejected falls. If both fall, the policy gives up the chosen responses "
+        "too.",
+        "reward",
+        at=0.0,
+        has_sides=True,
+    ),
+    _Curve(
+        "logps",
+        "Log-probabilities of both sides",
+        "Good: chosen stays level or rises, rejected falls. The sum over a response, in nats.",
+        "log-probability",
+        has_sides=True,
+    ),
+    _Curve(
         "kl",
         "Log-ratio on the data",
         "Good: stays small. log(policy / reference) of the responses of the data, mean of both sides, in nats per "
@@ -92,90 +109,49 @@ _CURVES = (
     _Curve("lr", "Learning rate", "The schedule of the run.", "learning rate", has_noise=False),
 )
 
-_SIDES = (
-    (
-        "rewards",
-        "Rewards of both sides",
-        "Good: chosen stays at or above 0 while rejected falls. If both fall, the policy gives up the chosen responses "
-        "too.",
-        "reward",
-    ),
-    (
-        "logps",
-        "Log-probabilities of both sides",
-        "Good: chosen stays level or rises, rejected falls. The sum over a response, in nats.",
-        "log-probability",
-    ),
-)
-
-
-def points_per_line(runs: Sequence[RunFiles]) -> int:
-    """Limit of points per line: the page must stay small however many runs it shows."""
-    return min(600, max(40, _MAX_POINTS_OF_PAGE // (_LINES_PER_RUN * len(runs))))
-
 
 def curve_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """The curves that at least one of the runs has logged."""
-    charts = [_two_sided(runs, *each) for each in _SIDES]
-    charts[0:0] = [_one_valued(runs, curve) for curve in _CURVES[:3]]
-    charts += [_one_valued(runs, curve) for curve in _CURVES[3:]]
-    return [chart for chart in charts if chart.series]
+    return [chart for chart in (_curve_chart(runs, curve) for curve in _CURVES) if chart.series]
 
 
-def _one_valued(runs: Sequence[RunFiles], curve: _Curve) -> Chart:
-    """One metric: training and validation by color in one run, by dash in several."""
-    series = [
-        each
-        for kind, prefix in _KINDS.items()
-        for run in runs
-        for each in _lines_of(run, prefix + curve.metric, runs, curve, kind=kind)
-    ]
-    is_single = len(runs) == 1
-    has_two_kinds = len({each.labels["kind"] for each in series}) > 1
+def _curve_chart(runs: Sequence[RunFiles], curve: _Curve) -> Chart:
+    """A metric of training and validation pairs, or of chosen and rejected responses."""
+    label, caption = "kind", curve.caption
+    names = {kind: f"{prefix}{curve.metric}" for kind, prefix in _KINDS.items()}
+    if curve.has_sides:
+        kind = VALIDATION if any(run.points(f"eval/{curve.metric}/{CHOSEN}") for run in runs) else TRAINING
+        label, caption = "side", f"{caption} On {kind} pairs."
+        names = {side: f"{_KINDS[kind]}{curve.metric}/{side}" for side in (CHOSEN, REJECTED)}
+    series = []
+    for value, name in names.items():
+        for run in runs:
+            points = run.points(name)
+            if curve.is_log:  # a logarithm has no place for 0
+                points = [(step, each if each > 0 else math.nan) for step, each in points]
+            series += run_lines(points, runs, {"run": run.name, label: value}, has_noise=curve.has_noise)
     spec = line_chart(
         series,
         title=curve.unit,
-        color="kind" if is_single else "run",
-        dash="kind" if has_two_kinds and not is_single else None,
-        order=[TRAINING, VALIDATION] if is_single else [],
+        label=label,
+        order=list(names),
+        is_single=len(runs) == 1,
         is_log=curve.is_log,
         is_percent=curve.is_percent,
         at=curve.at,
     )
-    return Chart(_chart_id(curve.metric), curve.title, curve.caption, spec, series)
+    return Chart(_chart_id(curve.metric), curve.title, caption, spec, series)
 
 
-def _two_sided(runs: Sequence[RunFiles], metric: str, title: str, caption: str, unit: str) -> Chart:
-    """Chosen and rejected on the validation pairs, or on the training pairs if there are none."""
-    kind = VALIDATION if any(run.points(f"eval/{metric}/{CHOSEN}") for run in runs) else TRAINING
-    series = [
-        each
-        for run in runs
-        for side in (CHOSEN, REJECTED)
-        for each in _lines_of(run, f"{_KINDS[kind]}{metric}/{side}", runs, side=side)
-    ]
-    is_single = len(runs) == 1
-    spec = line_chart(
-        series,
-        title=unit,
-        color="side" if is_single else "run",
-        dash=None if is_single else "side",
-        order=[CHOSEN, REJECTED] if is_single else [],
-        at=0.0 if metric == "rewards" else None,
-    )
-    return Chart(_chart_id(metric), title, f"{caption} On {kind} pairs.", spec, series)
-
-
-def _lines_of(
-    run: RunFiles, metric: str, runs: Sequence[RunFiles], curve: _Curve | None = None, **labels: str
+def run_lines(
+    points: Sequence[Point], runs: Sequence[RunFiles], labels: Mapping[str, str], *, has_noise: bool = True
 ) -> list[Series]:
-    points = run.points(metric)
+    """The line of one of the runs; the raw values of several would hide each other."""
     if not points:
         return []
-    if curve is not None and curve.is_log:  # a logarithm has no place for 0
-        points = [(step, value if value > 0 else math.nan) for step, value in points]
-    parts = Parts(raw=len(runs) == 1, mean=curve is None or curve.has_noise)
-    return lines(points, points_per_line(runs), {"run": run.name, **labels}, parts)
+    # the page must stay small however many runs it shows
+    max_points = min(600, max(40, _MAX_POINTS_OF_PAGE // (_LINES_PER_RUN * len(runs))))
+    return lines(points, max_points, labels, raw=len(runs) == 1, mean=has_noise)
 
 
 def _chart_id(metric: str) -> str:
@@ -209,8 +185,9 @@ def frontier_charts(runs: Sequence[RunFiles]) -> list[Chart]:
             is_beta_dependent = gain == "eval/rewards/margins" and len(runs) > 1
             note = " Margins of runs with different beta are not comparable." if is_beta_dependent else ""
             spec = path_chart(series, x=label, y=unit, color="run", is_percent=is_percent)
-            chart_id = f"frontier-{gain.replace('/', '-').replace('_', '-')}"
-            charts.append(Chart(chart_id, f"{title} against {name}", _CAPTION + note, spec, series))
+            charts.append(
+                Chart(f"frontier-{_chart_id(gain)}", f"{title} against {name}", _CAPTION + note, spec, series)
+            )
     return charts
 
 
@@ -244,9 +221,9 @@ def _margins(runs: Sequence[RunFiles]) -> Chart:
     """One run: the first evaluation against the last. Several: the last of each."""
     is_single, note = len(runs) == 1, ""
     samples = [
-        ({"run": run.name, "evaluation": f"step {record['step']:,}"}, _margin(record))
+        ({"run": run.name, "evaluation": f"step {record['step']:,}"}, _difference(record, "rewards"))
         for run in runs
-        for record in (_first_and_last(run) if is_single else run.eval_pairs[-1:])
+        for record in ([*run.eval_pairs[:1], *run.eval_pairs[1:][-1:]] if is_single else run.eval_pairs[-1:])
     ]
     if is_single and len(samples) > 1 and np.abs(samples[0][1]).max(initial=0.0) < _EQUAL * samples[1][1].std():
         note = f" At {samples[0][0]['evaluation']} the policy was the reference, and all margins were 0."
@@ -312,7 +289,7 @@ def _margins_by_length(runs: Sequence[RunFiles]) -> Chart:
         if not run.eval_pairs:
             continue
         record = run.eval_pairs[-1]
-        difference, margin = _difference(record, "lengths"), _margin(record)
+        difference, margin = _difference(record, "lengths"), _difference(record, "rewards")
         if len(difference) != len(margin):
             continue
         columns = {"x": [rounded(x) for x in difference.tolist()], "y": [rounded(y) for y in margin.tolist()]}
@@ -351,14 +328,6 @@ def correlate(one: Values, other: Values) -> float | None:
         return None
     correlation = float(np.corrcoef(one, other)[0, 1])
     return correlation if math.isfinite(correlation) else None
-
-
-def _first_and_last(run: RunFiles) -> list[Record]:
-    return [run.eval_pairs[0], run.eval_pairs[-1]] if len(run.eval_pairs) > 1 else list(run.eval_pairs)
-
-
-def _margin(record: Record) -> Values:
-    return _difference(record, "rewards")
 
 
 def _difference(record: Record, name: str) -> Values:

@@ -22,29 +22,10 @@ from thresher import __version__, durable
 from thresher.config import parse_config
 from thresher.errors import UserError, unusable_path
 from thresher.redact import escape_control_chars, redact_text
+from thresher.report import tables
 from thresher.report.charts import MEAN, RAW, Chart
 from thresher.report.curves import curve_charts, distribution_charts, frontier_charts
-from thresher.report.records import (
-    NUM_SHOWN_SAMPLES,
-    data_reports,
-    health_events,
-    quiet_runs,
-    recovery_rows,
-    samples_of,
-    skipped_rows,
-)
 from thresher.report.run_files import RunFiles, read_runs
-from thresher.report.tables import (
-    config_rows,
-    environment_rows,
-    fact_rows,
-    format_size,
-    metric_rows,
-    outcome_rows,
-    speed_charts,
-    speed_rows,
-    verdict,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +50,7 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         # not of Markup, a subclass of str: text that is already safe
-        finalize=lambda value: _masked(value) if type(value) is str else value,
+        finalize=lambda value: escape_control_chars(redact_text(value)) if type(value) is str else value,
     )
     sections = [each for each in sections_of(runs) if each.charts or each.content]
     scripts = [_embeddable(script) for script in (bundle, (_FILES / "page.js").read_text(encoding="utf-8"))]
@@ -80,8 +61,8 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
         date=f"{now.day} {now:%B %Y, %H:%M}",
         runs=runs,
         sections=sections,
-        verdict=verdict,
-        shown_samples=NUM_SHOWN_SAMPLES,
+        verdict=tables.verdict,
+        shown_samples=tables.NUM_SHOWN_SAMPLES,
         yaml=_to_yaml,
         policy=_security_policy(scripts),
         style=(_FILES / "page.css").read_text(encoding="utf-8"),
@@ -94,37 +75,37 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
 def sections_of(runs: Sequence[RunFiles]) -> list[PageSection]:
     """All sections in order, including empty ones."""
     defaults = parse_config({}).model_dump(mode="json") if len(runs) == 1 else {}
-    configs = config_rows(runs, defaults) if any(run.config for run in runs) else None
-    events, quiet = health_events(runs), quiet_runs(runs)
-    recoveries, skipped = recovery_rows(runs), skipped_rows(runs)
+    configs = tables.config_rows(runs, defaults) if any(run.config for run in runs) else None
+    events, quiet = tables.health_events(runs), tables.quiet_runs(runs)
+    recoveries, skipped = tables.recovery_rows(runs), tables.skipped_rows(runs)
     curves = curve_charts(runs)
     return [
         PageSection(
             "summary",
             "Summary",
             content={
-                "outcome": outcome_rows(runs),
+                "outcome": tables.outcome_rows(runs),
                 "settings": configs if len(runs) > 1 else None,
-                "facts": fact_rows(runs),
+                "facts": tables.fact_rows(runs),
             },
         ),
         PageSection("health", "Health", content={"events": events, "quiet": quiet} if events or quiet else None),
         PageSection("curves", "Curves", curves, _describe_lines(curves)),
         PageSection("pairs", "Before and after", distribution_charts(runs)),
         PageSection("frontier", "Reward against distance", frontier_charts(runs)),
-        PageSection("samples", "Answers", content=samples_of(runs)),
-        PageSection("speed", "Speed", speed_charts(runs), speed_rows(runs)),
+        PageSection("samples", "Answers", content=tables.samples_of(runs)),
+        PageSection("speed", "Speed", tables.speed_charts(runs), tables.speed_rows(runs)),
         PageSection(
             "interruptions",
             "Failures and skipped steps",
             content={"recoveries": recoveries, "skipped": skipped} if recoveries or skipped else None,
         ),
-        PageSection("data", "Data", content=data_reports(runs)),
+        PageSection("data", "Data", content=tables.data_reports(runs)),
         PageSection(
             "config", "Settings", content=None if configs is None else {"rows": configs if len(runs) == 1 else []}
         ),
-        PageSection("environment", "Environment", content=environment_rows(runs)),
-        PageSection("metrics", "All metrics", content=metric_rows(runs)),
+        PageSection("environment", "Environment", content=tables.compare([run.section("environment") for run in runs])),
+        PageSection("metrics", "All metrics", content=tables.metric_rows(runs)),
     ]
 
 
@@ -166,10 +147,6 @@ def _security_policy(scripts: Sequence[str]) -> str:
     )
 
 
-def _masked(text: str) -> str:
-    return escape_control_chars(redact_text(text))
-
-
 def _to_yaml(values: Mapping[str, Any]) -> str:
     text: str = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
     return text
@@ -188,5 +165,5 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
     except OSError as error:
         raise unusable_path(str(output), error.strerror) from None
     if len(content) > MAX_BYTES:
-        logger.warning("%s is larger than %s; report fewer runs at once", output, format_size(MAX_BYTES))
-    logger.info("report on %d run%s, %s", len(runs), "" if len(runs) == 1 else "s", format_size(len(content)))
+        logger.warning("%s is larger than %s; report fewer runs at once", output, tables.format_size(MAX_BYTES))
+    logger.info("report on %d run%s, %s", len(runs), "" if len(runs) == 1 else "s", tables.format_size(len(content)))

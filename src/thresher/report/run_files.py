@@ -13,15 +13,7 @@ from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig
 from thresher.errors import UserError
-from thresher.observability.log_files import (
-    DESCRIPTION,
-    EVAL_PAIRS,
-    HEALTH,
-    METRICS,
-    RECOVERIES,
-    SAMPLES,
-    SKIPPED_STEPS,
-)
+from thresher.observability import log_files
 from thresher.observability.trackers.jsonl import read_metrics, read_records
 from thresher.redact import redact
 
@@ -50,19 +42,11 @@ class RunFiles:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return _mapping(self.description.get("config"))
+        return self.section("config")
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        return _mapping(self.description.get("facts"))
-
-    @property
-    def environment(self) -> Mapping[str, Any]:
-        return _mapping(self.description.get("environment"))
-
-    @property
-    def data(self) -> Mapping[str, Any]:
-        return _mapping(self.description.get("data"))
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the description; empty if it is missing or damaged."""
+        return _mapping(self.description.get(name))
 
     @property
     def last_step(self) -> int:
@@ -90,7 +74,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunFiles]:
     for directory in resolved:
         if resolved.count(directory) > 1:
             raise UserError(f"{directory} is given twice; name each run once")
-    names = shortest_names([_run_dir(directory) for directory in resolved])
+    names = shortest_names([each.parent if each.name == "logs" else each for each in resolved])
     return [_read_run(directory, name) for directory, name in zip(resolved, names, strict=True)]
 
 
@@ -103,45 +87,38 @@ def shortest_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _run_dir(directory: Path) -> Path:
-    return directory.parent if directory.name == "logs" else directory
-
-
 def _log_dir(directory: Path) -> Path:
     for candidate in (directory / "logs", directory):
-        if (candidate / METRICS).is_file():
+        if (candidate / log_files.METRICS).is_file():
             return candidate
     raise UserError(
-        f"there is no {METRICS} in {directory} or its logs; give the output_dir of a run, or its logging_dir"
+        f"there is no {log_files.METRICS} in {directory} or its logs; give the output_dir of a run, or its logging_dir"
     )
 
 
 def _read_run(directory: Path, name: str) -> RunFiles:
     logs = _log_dir(directory)
+    path = logs / log_files.METRICS
     try:
-        records = [_numbers(record) for record in read_metrics(logs / METRICS)]
+        metrics = read_metrics(path)
     except ValueError as error:
-        raise UserError(f"{logs / METRICS} has a value that is not a number ({error}); repair the file") from None
+        raise UserError(f"{path} has a value that is not a number ({error}); repair the file") from None
+    records = [{name: value for name, value in each.items() if isinstance(value, int | float)} for each in metrics]
     if not records:
-        raise UserError(f"{logs / METRICS} is empty; the run has not logged a step yet")
-    return RunFiles(
-        name,
-        records,
-        _read_description(logs, directory),
-        *(_read_optional(logs / file) for file in (EVAL_PAIRS, SAMPLES, HEALTH, RECOVERIES, SKIPPED_STEPS)),
-    )
-
-
-def _numbers(record: Record) -> dict[str, float]:
-    return {name: value for name, value in record.items() if isinstance(value, int | float)}
-
-
-def _read_optional(path: Path) -> list[dict[str, Any]]:
-    return read_records(path) if path.is_file() else []
+        raise UserError(f"{path} is empty; the run has not logged a step yet")
+    lists = {
+        "eval_pairs": log_files.EVAL_PAIRS,
+        "samples": log_files.SAMPLES,
+        "health": log_files.HEALTH,
+        "recoveries": log_files.RECOVERIES,
+        "skipped": log_files.SKIPPED_STEPS,
+    }
+    others = {key: read_records(logs / file) for key, file in lists.items() if (logs / file).is_file()}
+    return RunFiles(name, records, _read_description(logs, directory), **others)
 
 
 def _read_description(logs: Path, directory: Path) -> Mapping[str, Any]:
-    path = logs / DESCRIPTION
+    path = logs / log_files.DESCRIPTION
     if path.is_file():
         try:
             return redact(_mapping(json.loads(path.read_bytes())))

@@ -1,14 +1,21 @@
-"""Tables with one column per run, and throughput against its limit: the same steps without padding or waiting."""
+"""The parts of a report besides charts: tables with one column per run, and the records of runs.
+
+Records are samples, health events, recoveries, skipped steps and data reports. The limit of throughput is that of the
+same steps without padding or waiting.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from thresher.report.charts import Chart, Parts, line_chart, lines
-from thresher.report.curves import points_per_line
+from thresher.data.prepare.report import PrepareReport, percentile_names
+from thresher.observability.health.history import pairs_before_comparison
+from thresher.report.charts import Chart, line_chart
+from thresher.report.curves import newest_samples, run_lines
 from thresher.report.run_files import Record, RunFiles
 
 
@@ -41,8 +48,10 @@ def format_percent(share: float | None) -> str:
     return MISSING if share is None else f"{share:.1%}".replace("%", " %")
 
 
-def format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float | None) -> str:
     """Format a duration with its two largest units."""
+    if seconds is None:
+        return MISSING
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -75,22 +84,15 @@ def useful_token_limit(record: Record) -> float | None:
 
 def speed_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """Measured rate and limit over the steps."""
-    most = points_per_line(runs)
     series = []
     for run in runs:
         limits = [(each["step"], limit) for each in run.records if (limit := useful_token_limit(each)) is not None]
         for kind, points in ((MEASURED, run.points(_RATE)), (LIMIT, limits)):
-            series += lines(points, most, {"run": run.name, "rate": kind}, Parts(raw=len(runs) == 1)) if points else []
+            series += run_lines(points, runs, {"run": run.name, "rate": kind})
     if not series:
         return []
-    is_single = len(runs) == 1
-    spec = line_chart(
-        series,
-        title="useful tokens per second",
-        color="rate" if is_single else "run",
-        dash=None if is_single else "rate",
-        order=[MEASURED, LIMIT] if is_single else [],
-    )
+    title, is_single = "useful tokens per second", len(runs) == 1
+    spec = line_chart(series, title=title, label="rate", order=[MEASURED, LIMIT], is_single=is_single)
     caption = (
         "Good: measured close to its limit, and level. The limit is the rate of the same steps without padding and "
         "without time for the reference."
@@ -100,38 +102,40 @@ def speed_charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
 def speed_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """Rates, and where tokens and time went, over the whole run."""
-    rows = [
-        TableRow("useful tokens per second", [format_number(_round(_mean(run, _RATE))) for run in runs]),
-        TableRow("pairs per second", [format_number(_mean(run, "pairs_per_second")) for run in runs]),
-        TableRow("share of the limit", [format_percent(share_of_limit(run)) for run in runs]),
-        TableRow("padding, share of computed tokens", [format_percent(_padding_share(run)) for run in runs]),
-        TableRow(
-            "prompt tokens not computed twice, share of useful", [format_percent(_shared_share(run)) for run in runs]
-        ),
-        TableRow("waiting for the reference, share of a step", [format_percent(_waiting_share(run)) for run in runs]),
-        TableRow("time per step", [_seconds(_mean(run, "time/step")) for run in runs]),
-        TableRow("time of all evaluations", [_seconds(_sum(run, "time/evaluate")) for run in runs]),
-        TableRow("peak memory of the process", [_gigabytes(run, "memory/peak_rss_gb") for run in runs]),
-        TableRow("peak memory of the GPU", [_gigabytes(run, "memory/peak_cuda_allocated_gb") for run in runs]),
-    ]
+    columns = [_speed(run) for run in runs]
+    rows = [TableRow(heading, [column[heading] for column in columns]) for heading in columns[0]]
     return [row for row in rows if any(cell != MISSING for cell in row.cells)]
 
 
-def training_seconds(run: RunFiles) -> float | None:
+def _speed(run: RunFiles) -> dict[str, str]:
+    useful, padding, shared = (_sum(run, f"tokens/{kind}") for kind in ("useful", "padding", "shared"))
+    computed = (useful or 0.0) + (padding or 0.0) - (shared or 0.0)
+    rate = _mean(run, _RATE)
+    limits = [(each, limit) for each in run.records if (limit := useful_token_limit(each)) is not None]
+    shares = [each[_RATE] / limit for each, limit in limits if _RATE in each]
+    return {
+        "useful tokens per second": format_number(None if rate is None else round(rate)),
+        "pairs per second": format_number(_mean(run, "pairs_per_second")),
+        "share of the limit": _format_share(sum(shares), len(shares)),  # mean of measured rate over limit
+        "padding, share of computed tokens": _format_share(padding, max(0.0, computed)),
+        "prompt tokens not computed twice, share of useful": _format_share(shared, useful),
+        "waiting for the reference, share of a step": _format_share(
+            _sum(run, "time/wait_reference"), _sum(run, "time/step")
+        ),
+        "time per step": format_seconds(_mean(run, "time/step")),
+        "time of all evaluations": format_seconds(_sum(run, "time/evaluate")),
+        "peak memory of the process": _gigabytes(run, "memory/peak_rss_gb"),
+        "peak memory of the GPU": _gigabytes(run, "memory/peak_cuda_allocated_gb"),
+    }
+
+
+def _training_seconds(run: RunFiles) -> float | None:
     """Time of all logged steps; steps between two logs take the time of the later one."""
     points, total, last = run.points("time/step"), 0.0, 0
     for step, seconds in points:
         total += seconds * (step - last)
         last = step
     return total if points else None
-
-
-def share_of_limit(run: RunFiles) -> float | None:
-    """Mean of measured rate over limit."""
-    shares = [
-        each[_RATE] / limit for each in run.records if (limit := useful_token_limit(each)) is not None and _RATE in each
-    ]
-    return sum(shares) / len(shares) if shares else None
 
 
 def _mean(run: RunFiles, metric: str) -> float | None:
@@ -144,28 +148,8 @@ def _sum(run: RunFiles, metric: str) -> float | None:
     return sum(values) if values else None
 
 
-def _padding_share(run: RunFiles) -> float | None:
-    useful, padding, shared = (_sum(run, f"tokens/{kind}") for kind in ("useful", "padding", "shared"))
-    computed = (useful or 0.0) + (padding or 0.0) - (shared or 0.0)
-    return padding / computed if padding is not None and computed > 0 else None
-
-
-def _shared_share(run: RunFiles) -> float | None:
-    useful, shared = _sum(run, "tokens/useful"), _sum(run, "tokens/shared")
-    return shared / useful if useful and shared is not None else None
-
-
-def _waiting_share(run: RunFiles) -> float | None:
-    waited, seconds = _sum(run, "time/wait_reference"), _sum(run, "time/step")
-    return waited / seconds if seconds and waited is not None else None
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value)
-
-
-def _seconds(value: float | None) -> str:
-    return MISSING if value is None else format_seconds(value)
+def _format_share(part: float | None, whole: float | None) -> str:
+    return MISSING if part is None or not whole else format_percent(part / whole)
 
 
 def _gigabytes(run: RunFiles, metric: str) -> str:
@@ -193,11 +177,10 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
         ("repeated phrases in answers", "samples/repetition/policy", True),
         ("answers that ended", "samples/ended/policy", True),
     ):
-        cells = [first_to_last(run, metric, is_percent=is_percent) + _interval(run, metric) for run in runs]
+        cells = [_first_to_last(run, metric, is_percent=is_percent) + _interval(run, metric) for run in runs]
         if any(cell != MISSING for cell in cells):
             rows.append(TableRow(heading, cells))
-    seconds = [training_seconds(run) for run in runs]
-    rows.append(TableRow("training time", [MISSING if each is None else format_seconds(each) for each in seconds]))
+    rows.append(TableRow("training time", [format_seconds(_training_seconds(run)) for run in runs]))
     for heading, records in (
         ("health events", [[each for each in run.health if "rule" in each] for run in runs]),
         ("recoveries", [run.recoveries for run in runs]),
@@ -214,11 +197,9 @@ def verdict(run: RunFiles) -> str:
     if accuracy is None:
         return f"{_progress(run)}."
     change = "rose" if accuracy[1] > accuracy[0] else "fell" if accuracy[1] < accuracy[0] else "stayed"
-    sentence = f"{_progress(run)}. Reward accuracy on {where} pairs {change} "
-    if change == "stayed":
-        sentence += f"at {format_percent(accuracy[0])}"
-    else:
-        sentence += f"from {format_percent(accuracy[0])} to {format_percent(accuracy[1])}"
+    first, last = map(format_percent, accuracy)
+    values = f"at {first}" if change == "stayed" else f"from {first} to {last}"
+    sentence = f"{_progress(run)}. Reward accuracy on {where} pairs {change} {values}"
     _, chosen = _first_and_last(run, "logps/chosen")
     if chosen is None:
         return f"{sentence}."
@@ -227,7 +208,7 @@ def verdict(run: RunFiles) -> str:
     return f"{sentence}; the log-probability of chosen responses {moved} by {format_number(abs(difference))} nats."
 
 
-def first_to_last(run: RunFiles, metric: str, *, is_percent: bool = False) -> str:
+def _first_to_last(run: RunFiles, metric: str, *, is_percent: bool) -> str:
     """A metric at the first and the last evaluation, or at training steps if there is no evaluation."""
     _, both = _first_and_last(run, metric)
     if both is None:
@@ -265,19 +246,14 @@ def _progress(run: RunFiles) -> str:
 
 def fact_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """What was run: model, data, loss and so on; facts in which the runs differ come first."""
-    return sorted(_compare([run.facts for run in runs]), key=lambda row: not row.differs)
-
-
-def environment_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
-    """Versions and hardware."""
-    return _compare([run.environment for run in runs])
+    return sorted(compare([run.section("facts") for run in runs]), key=lambda row: not row.differs)
 
 
 def config_rows(runs: Sequence[RunFiles], defaults: Mapping[str, Any]) -> list[TableRow]:
     """Settings in which the runs differ; for a single run, settings that are not the default."""
     flat = [flatten(run.config) for run in runs]
     if len(runs) > 1:
-        return [row for row in _compare(flat) if row.differs and row.heading not in _PLACES]
+        return [row for row in compare(flat) if row.differs and row.heading not in _PLACES]
     (only,), usual = flat, flatten(defaults)
     return [
         TableRow(key, [_text(value), _text(usual[key]) if key in usual else MISSING])
@@ -303,7 +279,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _compare(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+def compare(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+    """One row per key, with its value in each column."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = []
     for key in keys:
@@ -316,3 +293,168 @@ def _text(value: object) -> str:
     if value is None:
         return "not set"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list | Mapping) else str(value)
+
+
+# of all runs together: the page must stay small however many runs it shows
+_MAX_PROMPTS, _MAX_EVENTS, _MAX_CHARS_OF_ANSWERS = 24, 600, 1_500_000
+_MAX_CHARS = 3000
+_MAX_PHASES = 3
+_STYLES = {"warn": "warning", "stop": "error"}
+NUM_SHOWN_SAMPLES = 6  # the others are folded away
+Answer = tuple[str, str, str]  # who gave it, its text, remarks
+
+
+def samples_of(runs: Sequence[RunFiles]) -> list[tuple[str, list[Answer]]]:
+    """Answers by prompt: the reference first, then the policy of each run, at the last evaluation with samples."""
+    by_prompt: dict[str, list[Answer]] = {}
+    most = min(_MAX_CHARS, _MAX_CHARS_OF_ANSWERS // (_MAX_PROMPTS * (len(runs) + 1)))
+    for run in runs:
+        for each in newest_samples(run):
+            if each.get("prompt") is None:
+                continue
+            answers = by_prompt.setdefault(_clipped(each["prompt"], most), [])
+            if not answers and each.get("reference") is not None:
+                answers.append(("reference", _clipped(each["reference"], most), _remarks(each, "reference")))
+            who = f"{'policy' if len(runs) == 1 else run.name}, step {each['step']:,}"
+            answers.append((who, _clipped(each.get("policy", ""), most), _remarks(each, "policy")))
+    return list(by_prompt.items())[:_MAX_PROMPTS]
+
+
+def _remarks(row: Record, who: str) -> str:
+    """A sample's numbers; the ones of one answer start with its name, as in policy_tokens."""
+    named = {key.removeprefix(f"{who}_"): value for key, value in row.items() if key.startswith(f"{who}_")}
+    if who == "policy":  # the others are about the pair
+        known = ("step", "prompt", "policy", "reference")
+        named |= {
+            key: value
+            for key, value in row.items()
+            if key not in known and not key.startswith(("policy_", "reference_"))
+        }
+    return ", ".join(
+        f"{key.replace('_', ' ')} {('no', 'yes')[value] if isinstance(value, bool) else format_number(value)}"
+        for key, value in named.items()
+        if isinstance(value, int | float | str) and len(str(value)) < 60
+    )
+
+
+def health_events(runs: Sequence[RunFiles]) -> list[dict[str, str]]:
+    """The events of all runs, in the order of the log; a run that was continued after a stop is one as well."""
+    events = []
+    for run in runs:
+        for each in run.health[: _max_events(runs)]:
+            changes, evidence = each.get("continued"), each.get("evidence")
+            action = str(each.get("action", "")) if changes is None else "continued"
+            numbers = evidence.items() if isinstance(evidence, Mapping) else ()
+            message = each.get("summary", "") if changes is None else changes
+            events.append(
+                {
+                    "run": run.name,
+                    "step": f"{each['step']:,}",
+                    "rule": str(each.get("rule", "")).replace("_", " "),
+                    "action": action,
+                    "style": _STYLES.get(action, "note"),
+                    "message": "; ".join(map(str, message)) if isinstance(message, list) else str(message),
+                    "evidence": ", ".join(f"{name} {format_number(value)}" for name, value in numbers),
+                    "advice": str(each.get("advice", "")),
+                }
+            )
+    return events
+
+
+def quiet_runs(runs: Sequence[RunFiles]) -> list[tuple[str, str]]:
+    """The runs without events, and what that means."""
+    return [(run.name, _without_events(run)) for run in runs if run.config and not run.health]
+
+
+def _without_events(run: RunFiles) -> str:
+    if run.config.get("health") == "off":
+        return "Health is off."
+    pairs_per_step, every = run.description.get("pairs_per_step"), run.config.get("logging_steps")
+    if isinstance(pairs_per_step, int) and isinstance(every, int) and pairs_per_step * every > 0:
+        start, seen = pairs_before_comparison(pairs_per_step * every), run.last("pairs_seen") or 0
+        if seen < start:
+            return f"No events; most rules compare from pair {start:,} on, and the run has seen {seen:,.0f}."
+    return "No events."
+
+
+def recovery_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
+    """Restarts after failures: run, cause, step, resumed from, steps repeated, seconds, and where they went."""
+    keys = ("cause", "step", "from_step", "steps_repeated", "seconds")
+    return [
+        TableRow(run.name, [*(format_number(each.get(key)) for key in keys), _longest_phases(each.get("phases"))])
+        for run in runs
+        for each in run.recoveries[: _max_events(runs)]
+    ]
+
+
+def _longest_phases(phases: object) -> str:
+    """The phases of a restart that took longest, with their seconds."""
+    if not isinstance(phases, Mapping):
+        return ""
+    known = [(str(phase), each) for phase, each in phases.items() if isinstance(each, int | float)]
+    longest = sorted(known, key=lambda each: -each[1])[:_MAX_PHASES]
+    return ", ".join(f"{phase} {each:.1f}" for phase, each in longest)
+
+
+def skipped_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
+    """Steps without an update: run, step, reason, gradient norm, pairs."""
+    return [
+        TableRow(
+            run.name,
+            [
+                format_number(each["step"]),
+                str(each.get("reason", "")),
+                format_number(each.get("grad_norm")),
+                _pairs_of(each.get("pairs")),
+            ],
+        )
+        for run in runs
+        for each in run.skipped[: _max_events(runs)]
+    ]
+
+
+def _pairs_of(pairs: object) -> str:
+    entries = [each for each in pairs if isinstance(each, Mapping)] if isinstance(pairs, list) else []
+    named = ", ".join(f"{each.get('pair')} ({each.get('fault', 'not known')})" for each in entries[:5])
+    return named + (f" and {len(entries) - 5} more" if len(entries) > 5 else "")
+
+
+def data_reports(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+    """The reports of the preparations; runs on the same data share one."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for role, title in (("train", "Training pairs"), ("validation", "Validation pairs")):
+            section = run.section("data").get(role)
+            if not isinstance(section, Mapping):
+                continue
+            key = json.dumps([role, section], sort_keys=True, default=str)
+            if key not in found:
+                heading = f"{title}: {format_number(section.get('pairs'))}"
+                found[key] = {"title": heading, "runs": [], **_data_report(section.get("report"))}
+            found[key]["runs"].append(run.name)
+    return list(found.values())
+
+
+def _data_report(values: Any) -> dict[str, Any]:
+    """How the rows of a source were handled; the notes have the style of a class of the page."""
+    if values is None:
+        return {"notes": [("note", "held out of the pairs of training, see their report")], "counts": []}
+    try:
+        report = PrepareReport.from_json(values)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
+        return {"notes": [("warning", "the report of this data is damaged")], "counts": []}
+    return {
+        "counts": [TableRow(name, [f"{count:,}"]) for name, count in report.count_rows()],
+        "length_names": percentile_names(),
+        "lengths": [TableRow(name, [f"{value:,}" for value in each]) for name, each in report.percentiles.items()],
+        "notes": [("warning" if level >= logging.WARNING else "note", line) for level, line in report.notes()],
+    }
+
+
+def _max_events(runs: Sequence[RunFiles]) -> int:
+    return max(1, _MAX_EVENTS // len(runs))
+
+
+def _clipped(text: object, max_chars: int) -> str:
+    whole = str(text)
+    return whole if len(whole) <= max_chars else f"{whole[:max_chars]} … ({len(whole):,} characters)"

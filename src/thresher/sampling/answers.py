@@ -51,13 +51,10 @@ class SampledAnswers:
 
         The mean log ratio estimates KL(policy || reference) of a whole answer if answers are drawn from the policy.
         """
-        sides = {
-            "policy": [each.policy for each in self.prompts],
-            "reference": [each.reference for each in self.prompts],
-        }
         ratio = "samples/kl" if self.draws_from_policy else "samples/log_ratio"
         metrics = {ratio: _mean([each.log_ratio for each in self.prompts])}
-        for side, answers in sides.items():
+        for side in ("policy", "reference"):
+            answers: list[Answer] = [getattr(each, side) for each in self.prompts]
             metrics |= {
                 f"samples/lengths/{side}": _mean([len(each.token_ids) for each in answers]),
                 f"samples/ended/{side}": _mean([each.ended for each in answers]),

@@ -57,11 +57,9 @@ def generate(
             f"a prompt of samples has {longest} tokens, which leaves no room for an answer in the model's context of "
             f"{context}; use shorter prompts"
         )
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
-        if settings.temperature
-        else {"do_sample": False}
-    )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if settings.temperature:
+        sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens, eos_token_id=list(end_ids), pad_token_id=end_ids[0], **sampling
     )

@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,7 @@ class Prompt:
 def file_prompts(
     path: Path, tokenizer: PreTrainedTokenizerBase, template: Template, system_prompt: str | None, num_prompts: int
 ) -> list[Prompt]:
-    """The first distinct prompts of a text file, one per line, or of JSON lines with a `prompt`: a text or messages.
-
-    They are rendered and tokenized like the prompts of training pairs.
-    """
+    """The first distinct prompts of a text file, one per line, or of JSON lines with a `prompt`: a text or messages."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -68,26 +66,22 @@ def file_prompts(
         if not line.strip():
             continue
         try:
-            value = _parse_prompt(line) if path.suffix in (".jsonl", ".json") else line
+            row = parse_row(line.encode()) if path.suffix in (".jsonl", ".json") else {"prompt": line}
+            if "prompt" not in row:
+                raise BadRowError("it has no column `prompt`")
             # the sides must differ at once: the prompt ends where they begin
-            row = to_preference_row({"prompt": value, "chosen": "A", "rejected": "B"}, FORMAT_BY_NAME["prompt"], {})
-            (tokenized,) = to_tokens([render(with_system(row, system_prompt), template, tokenizer)])
+            sides = {"prompt": row["prompt"], "chosen": "A", "rejected": "B"}
+            pair = with_system(to_preference_row(sides, FORMAT_BY_NAME["prompt"], {}), system_prompt)
+            (tokenized,) = to_tokens([render(pair, template, tokenizer)])
         except BadRowError as error:
             raise UserError(f"line {number} of {path} is not a prompt: {error}; fix or remove it") from error
         token_ids = tuple(tokenized.pair.prompt_ids.tolist())
-        found.setdefault(token_ids, Prompt(_shown(value), token_ids))
+        found.setdefault(token_ids, Prompt(_shown(row["prompt"]), token_ids))
         if len(found) == num_prompts:
             break
     if not found:
         raise UserError(f"{path} contains no prompts; write one per line")
     return list(found.values())
-
-
-def _parse_prompt(line: str) -> Any:
-    row = parse_row(line.encode())
-    if "prompt" not in row:
-        raise BadRowError("it has no column `prompt`")
-    return row["prompt"]
 
 
 def store_prompts(store: PairStore, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
@@ -194,8 +188,10 @@ class AnswerSampler:
         identity += [torch.__version__, transformers.__version__]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         path = self.directory / "reference.json"
-        if (stored := _read_answers(path, key)) is not None:
-            return stored
+        with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: generate them again
+            stored = json.loads(path.read_bytes())
+            if stored["key"] == key:
+                return [tuple(map(int, each)) for each in stored["answers"]]
         answers = generate(model, prompts, self.settings, end_ids)
         durable.replace(path, json.dumps({"key": key, "answers": answers}).encode())
         return answers
@@ -226,11 +222,3 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> li
 def to_answer(tokenizer: PreTrainedTokenizerBase, token_ids: TokenSequence, end_ids: Sequence[int]) -> Answer:
     text = str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
     return Answer(text, token_ids, token_ids[-1] in end_ids)
-
-
-def _read_answers(path: Path, key: str) -> list[TokenSequence] | None:
-    try:
-        stored = json.loads(path.read_bytes())
-        return [tuple(map(int, each)) for each in stored["answers"]] if stored["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: generate them again
-        return None

@@ -55,7 +55,8 @@ def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[
     rank_bits, load_bits = (num_ranks - 1).bit_length(), num_rounds.bit_length()
     cost_bits = 62 - rank_bits - load_bits
     relative = costs / max(costs.max(), 1e-300)
-    order = _descending(relative)
+    # descending, to a precision of 1 / 65,535: 16-bit keys sort in linear time
+    order = np.argsort(65_535 - (relative * 65_535).astype(np.uint16), kind="stable")
     # np.take is three times faster than indexing
     units = (relative * 2.0**cost_bits).astype(np.int64).take(order) << rank_bits
     loads = np.arange(num_ranks)  # load << rank_bits | rank
@@ -67,12 +68,6 @@ def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[
         loads[: len(round_units)] += round_units
     ranks[order] = least_loads & ((1 << rank_bits) - 1)
     return ranks
-
-
-def _descending(relative: npt.NDArray[np.float64]) -> Indices:
-    """Argsort values in 0..1 from the largest down, to a precision of 1 / 65,535: 16-bit keys sort in linear time."""
-    keys = (relative * 65_535).astype(np.uint16)
-    return np.argsort(65_535 - keys, kind="stable")
 
 
 def bin_by_tokens(tokens: Indices, budget: int) -> list[Indices]:

@@ -39,10 +39,6 @@ class Plan:
     def steps_per_epoch(self) -> int:
         return math.ceil(self.num_pairs / self.pairs_per_step)
 
-    @property
-    def num_epochs(self) -> float:
-        return self.num_steps / self.steps_per_epoch
-
     def epoch_of(self, step: int) -> float:
         """Return the epochs completed after `step` steps, as a fraction."""
         return step / self.steps_per_epoch

@@ -336,9 +336,7 @@ class UnpairedJoiner:
 
     def join(self, row: Row, row_format: RowFormat) -> Row | None:
         """Return a prompt/chosen/rejected row if an earlier row is a partner; else keep this row and return None."""
-        missing = [name for name in row_format.required if row.get(name) is None]
-        if missing:
-            raise BadRowError(f"no value for {', '.join(missing)}; its columns are {', '.join(map(str, row))}")
+        check_columns(row, row_format, {})
         prompt, answer = _split_answer(row, row_format)
         label = _read_label(row["label"])
         key = json.dumps([prompt, row.get("system"), row.get("tools")], sort_keys=True, default=str)

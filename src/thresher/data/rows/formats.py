@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,7 +127,9 @@ def _join_conversations(prompt: list[Message], prefix: list[Message], column: st
     turns = iter(shared)
     if all(turn in turns for turn in asked):  # `in` consumes the iterator, so the turns are in this order
         return prefix
-    overlap = _overlap_length(asked, shared)
+    # turns at the end of the prompt with which the conversation begins
+    lengths = range(min(len(asked), len(shared), MAX_MESSAGES), 0, -1)
+    overlap = next((length for length in lengths if asked[-length:] == shared[:length]), 0)
     if not overlap and (asked[-1][0] == "user" or shared[0][0] in SYSTEM_ROLES):
         raise BadRowError(
             f"`{column}` differs from the first turns of `chosen` and `rejected`; make it equal to them, or remove it"
@@ -161,12 +164,6 @@ def _read_rejected_answer(row: Row) -> PreferenceRow:
 def _read_rejected_messages(row: Row) -> PreferenceRow:
     """ms-swift: `messages` is the chosen conversation, `rejected_messages` the rejected one."""
     return _read_conversations({**row, "chosen": row["messages"], "rejected": row["rejected_messages"]})
-
-
-def _overlap_length(ends: list[tuple[str, str]], starts: list[tuple[str, str]]) -> int:
-    """Return the number of turns at the end of the prompt with which the conversation begins."""
-    lengths = range(min(len(ends), len(starts), MAX_MESSAGES), 0, -1)
-    return next((length for length in lengths if ends[-length:] == starts[:length]), 0)
 
 
 def _read_texts(row: Row, prompt: str, chosen: str, rejected: str) -> PreferenceRow:
@@ -359,11 +356,9 @@ def _pair(
 def _prefers_rejected(row: Row) -> bool:
     """Return whether a score of the rejected response is higher; scores that are not numbers are ignored."""
     for chosen, rejected in _SCORES:
-        try:
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
             if float(row[chosen]) < float(row[rejected]):
                 return True
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
     return False
 
 

@@ -94,13 +94,10 @@ def split_shared_prefix(chosen: list[Message], rejected: list[Message]) -> int:
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if not any(message["role"] == "assistant" for message in side):
             raise BadRowError(f"`{name}` has no assistant turn")
-    shared = 0
-    for left, right in zip(chosen, rejected, strict=False):
-        if left != right:
-            break
-        shared += 1
+    shorter = min(len(chosen), len(rejected))
+    shared = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
     # both responses start with an assistant turn, also where one conversation is a prefix of the other
-    while shared > 0 and (shared >= min(len(chosen), len(rejected)) or chosen[shared]["role"] != "assistant"):
+    while shared > 0 and (shared == shorter or chosen[shared]["role"] != "assistant"):
         shared -= 1
     if shared == 0 and "assistant" in (chosen[0]["role"], rejected[0]["role"]):
         raise BadRowError("`chosen` and `rejected` share no prompt; put the prompt in a separate column")

@@ -74,7 +74,12 @@ def parse_row(content: Any) -> Row:
     if isinstance(content, Unreadable):
         raise BadRowError(content.reason)
     if isinstance(content, bytes):
-        content = _parse_line(content)
+        try:
+            content = decode_json(content.decode("utf-8").removeprefix("\ufeff"))
+        except UnicodeDecodeError as error:
+            raise BadRowError(f"not UTF-8: {error.reason} at byte {error.start}{_hint(content)}") from error
+        except ValueError as error:
+            raise BadRowError(f"not JSON: {error}{_hint(content)}") from error
     if not isinstance(content, dict):
         raise BadRowError(f"expected an object with columns, got {type(content).__name__}")
     if None in content:
@@ -82,15 +87,6 @@ def parse_row(content: Any) -> Row:
     if (reason := find_invalid(content)) is not None:
         raise BadRowError(reason)
     return content
-
-
-def _parse_line(line: bytes) -> Any:
-    try:
-        return decode_json(line.decode("utf-8").removeprefix("\ufeff"))
-    except UnicodeDecodeError as error:
-        raise BadRowError(f"not UTF-8: {error.reason} at byte {error.start}{_hint(line)}") from error
-    except ValueError as error:
-        raise BadRowError(f"not JSON: {error}{_hint(line)}") from error
 
 
 def _hint(line: bytes) -> str:

@@ -360,18 +360,14 @@ def _read_saved_dataset(span: SourceSpan) -> Iterator[Block]:
     import datasets
 
     try:
-        _check_data_files(span.source)
+        with open_binary(replace(span.source, name=f"{span.source.name}/state.json")) as stream:
+            names = [file["filename"] for file in json.load(stream)["_data_files"]]
+        if outside := [name for name in names if not is_safe_relative_path(name)]:
+            raise ValueError(f"its state.json names {outside[0]!r}, which is outside its directory")
         dataset = datasets.load_from_disk(span.source.name)
     except Exception as error:  # `datasets` raises many types for damaged files
         raise _unreadable(span.source, error) from error
     yield from _read_dataset(span.source, dataset)
-
-
-def _check_data_files(source: SourceFile) -> None:
-    with open_binary(replace(source, name=f"{source.name}/state.json")) as stream:
-        names = [file["filename"] for file in json.load(stream)["_data_files"]]
-    if outside := [name for name in names if not is_safe_relative_path(name)]:
-        raise ValueError(f"its state.json names {outside[0]!r}, which is outside its directory")
 
 
 def _read_dataset(source: SourceFile, dataset: Any) -> Iterator[Block]:

@@ -271,12 +271,9 @@ class PairStore:
             if sha256_of_file(self.path / file.name) != file.sha256:
                 raise UserError(f"the store {self.path} is damaged: {file.name} has a wrong digest; prepare it again")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # memory maps cannot be pickled; the receiving process maps the files again
-        return {"path": self.path, "manifest": self.manifest, "split": self._split}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        return PairStore, (self.path, self.manifest, self._split)
 
 
 def sha256_of_file(path: Path) -> str:

@@ -59,14 +59,11 @@ class ControlTokens:
         for text, pattern in self._texts(row):
             if found := pattern.search(text):
                 return found.group()
-            if self._normalized and (token := self._find_normalized(text, pattern)):
-                return token
+            normalized = self._normalizer.normalize_str(text) if self._normalized else ""
+            for spelling, token in self._normalized.items():
+                if spelling in normalized and pattern.search(token):
+                    return token
         return None
-
-    def _find_normalized(self, text: str, pattern: re.Pattern[str]) -> str | None:
-        text = self._normalizer.normalize_str(text)
-        tokens = self._normalized.items()
-        return next((token for spelling, token in tokens if spelling in text and pattern.search(token)), None)
 
     def _texts(self, row: PreferenceRow) -> Iterator[tuple[str, re.Pattern[str]]]:
         """Yield every text of a row that a template may render, with the pattern of tokens forbidden in it."""

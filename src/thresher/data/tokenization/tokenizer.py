@@ -102,7 +102,12 @@ class PairTokenizer:
             raise UserError(
                 "the tokenizer is slow, but responses of several turns need token offsets; use a fast tokenizer"
             )
-        offsets = self._offsets(row, self._cut(row, side))
+        text = self._cut(row, side)
+        if row.has_placeholders:
+            ((_, offsets),) = self._placeholders.encode([text])
+        else:
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            offsets = encoded["offset_mapping"]
         starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
         scored = np.zeros(len(offsets), dtype=np.bool_)
         for begin, end in side.scored_spans:
@@ -111,13 +116,6 @@ class PairTokenizer:
         # a prefix that was added, or a repeated BOS that was removed, precedes all scored tokens
         missing = len(ids) - len(scored)
         return scored[-missing:] if missing < 0 else np.concatenate([np.zeros(missing, dtype=np.bool_), scored])
-
-    def _offsets(self, row: RenderedRow, text: str) -> list[tuple[int, int]]:
-        if row.has_placeholders:
-            ((_, offsets),) = self._placeholders.encode([text])
-            return offsets
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(encoded["offset_mapping"])
 
 
 def _prefix_ids(tokenizer: Any) -> list[int]:

@@ -39,9 +39,8 @@ class Window:
 
     records: Sequence[Record]
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.records) >= MIN_RECORDS and self.num_pairs >= WINDOW_PAIRS
+    def is_full(self, pairs: int = WINDOW_PAIRS) -> bool:
+        return len(self.records) >= MIN_RECORDS and self.num_pairs >= pairs
 
     @property
     def num_pairs(self) -> int:
@@ -95,7 +94,7 @@ class History:
         seen = int(metrics["pairs_seen"])
         record = Record(step, seen - self._pairs_seen, metrics)
         self._pairs_seen = seen
-        if not self.first.is_full:
+        if not self.first.is_full():
             self._first.append(record)
         self._newest.append(record)
         self._newest_pairs += record.pairs
@@ -113,13 +112,15 @@ class History:
                 lowest, lowest_step = before.lowest_loss, before.lowest_step
         self.validation = Validation(metrics, self._newest_window(), first, lowest, lowest_step)
 
-    def _newest_window(self) -> Window:
-        """The newest records with WINDOW_PAIRS pairs, or all there are."""
+    def _newest_window(self, pairs: int = WINDOW_PAIRS) -> Window:
+        """The newest records with at least `pairs` pairs, or all there are."""
         found: list[Record] = []
+        num_pairs = 0
         for record in reversed(self._newest):
-            if Window(found).is_full:
+            if len(found) >= MIN_RECORDS and num_pairs >= pairs:
                 break
             found.append(record)
+            num_pairs += record.pairs
         return Window(found[::-1])
 
     @property
@@ -128,18 +129,9 @@ class History:
 
     def recent(self, pairs: int = WINDOW_PAIRS) -> Window | None:
         """The newest records with at least `pairs` pairs, none of them in the first window; None if there are fewer."""
-        if not self.first.is_full:
-            return None
-        found: list[Record] = []
-        num_pairs = 0
-        for record in reversed(self._newest):
-            if record.step <= self._first[-1].step:
-                return None
-            found.append(record)
-            num_pairs += record.pairs
-            if len(found) >= MIN_RECORDS and num_pairs >= pairs:
-                return Window(found[::-1])
-        return None
+        window = self._newest_window(pairs)
+        is_complete = self.first.is_full() and window.is_full(pairs)
+        return window if is_complete and window.records[0].step > self._first[-1].step else None
 
     def newest(self, name: str, count: int) -> list[float]:
         """A metric in the newest `count` records, oldest first; empty if there are fewer records with it."""

@@ -7,10 +7,9 @@ its events equal the events of a run that was never interrupted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from thresher.observability import log_files
 from thresher.observability.health.history import History
@@ -18,8 +17,6 @@ from thresher.observability.health.rules import CHANCE_PAIRS, METRIC_PREFIX, RUL
 from thresher.observability.trackers.jsonl import StepLog, read_metrics, read_records
 
 logger = logging.getLogger(__name__)
-
-Action = Literal["warn", "stop"]
 
 # records in a row without the condition after which a rule may fire again
 REARM_RECORDS = 20
@@ -40,31 +37,11 @@ class HealthEvent:
         return f"health: {self.rule} at step {self.step}: {self.summary} ({numbers}); {self.advice}"
 
 
-class HealthLog:
-    """Writes events to `health.jsonl` in the run's log directory.
-
-    The file exists only if a rule fired. A line with `continued` records that a run was resumed after a stop, and what
-    changed.
-    """
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        self._log = StepLog(run_dir / log_files.HEALTH, resume_step)
-
-    def write(self, event: HealthEvent, action: Action) -> None:
-        self._log.write(asdict(event) | {"action": action})
-
-    def write_continued(self, step: int, changes: list[str]) -> None:
-        """Record that the run continues in spite of the events so far."""
-        self._log.write({"step": step, "continued": changes})
-
-
 def rules_that_stopped(run_dir: Path, step: int) -> list[str]:
     """Return the rules that stopped a run up to a step and after which it was not continued."""
     path = run_dir / log_files.HEALTH
-    if not path.exists():
-        return []
     rules: list[str] = []
-    for line in read_records(path):
+    for line in read_records(path) if path.exists() else ():
         if line["step"] > step:
             break
         if "continued" in line:
@@ -80,7 +57,7 @@ class RuleEngine:
     def __init__(self, facts: RunFacts, rules: Sequence[Rule] = RULES) -> None:
         self._facts, self._rules = facts, rules
         self._history = History(CHANCE_PAIRS, SPIKE_RECORDS)
-        # rules that fired, with the number of records since their condition held
+        # records since the condition of each rule held
         self._quiet: dict[str, int] = {}
 
     def check(self, step: int) -> list[HealthEvent]:
@@ -88,15 +65,10 @@ class RuleEngine:
         events = []
         for rule in self._rules:
             evidence = rule.check(self._history, self._facts)
-            if evidence is None:
-                if rule.name in self._quiet:
-                    self._quiet[rule.name] += 1
-                    if self._quiet[rule.name] >= REARM_RECORDS:
-                        del self._quiet[rule.name]
-                continue
-            if rule.name not in self._quiet:
+            num_quiet = self._quiet.get(rule.name, REARM_RECORDS)
+            self._quiet[rule.name] = num_quiet + 1 if evidence is None else 0
+            if evidence is not None and num_quiet >= REARM_RECORDS:
                 events.append(HealthEvent(step, rule.name, rule.summary, evidence, rule.advice))
-            self._quiet[rule.name] = 0
         return events
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[HealthEvent]:
@@ -104,18 +76,11 @@ class RuleEngine:
         return self.check(step) if self._history.add(step, metrics) else []
 
 
-def replay(facts: RunFacts, records: Sequence[Mapping[str, float]]) -> Iterator[HealthEvent]:
-    """Yield the events of a logged run."""
-    engine = RuleEngine(facts)
-    yield from engine.check(0)
-    for record in records:
-        yield from engine.add(int(record["step"]), record)
-
-
 class HealthMonitor:
     """A metric logger in front of another one. Each event is a warning, a line of `health.jsonl` and a metric.
 
     Args:
+        events: `health.jsonl`. Besides events, it has a line with `continued` where a run was resumed after a stop.
         stop: Called after an event, if the run has to end.
     """
 
@@ -123,7 +88,7 @@ class HealthMonitor:
         self,
         log: Callable[[int, Mapping[str, float]], None],
         facts: RunFacts,
-        events: HealthLog,
+        events: StepLog,
         stop: Callable[[], None] | None = None,
     ) -> None:
         self._log, self._engine, self._events, self._stop = log, RuleEngine(facts), events, stop
@@ -143,9 +108,9 @@ class HealthMonitor:
 
     def _publish(self, step: int, metrics: Mapping[str, float], events: Sequence[HealthEvent]) -> None:
         # the event first: the metric log decides after a crash which steps a resumed run repeats
-        action: Action = "warn" if self._stop is None else "stop"
+        action = "warn" if self._stop is None else "stop"
         for event in events:
-            self._events.write(event, action)
+            self._events.write(asdict(event) | {"action": action})
             logger.warning("%s", event)
         marked = {**metrics, **{f"{METRIC_PREFIX}{event.rule}": 1.0 for event in events}}
         if marked:

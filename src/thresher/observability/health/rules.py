@@ -65,6 +65,9 @@ class RunFacts:
     num_validation_pairs: int = 0
 
 
+Check = Callable[[History, RunFacts], Evidence | None]
+
+
 @dataclass(frozen=True)
 class Rule:
     """A named condition."""
@@ -73,7 +76,19 @@ class Rule:
     summary: str  # what happened
     advice: str  # what to change, in config keys
     # returns the numbers that prove the condition while it holds; the history is empty before the first step
-    check: Callable[[History, RunFacts], Evidence | None]
+    check: Check
+
+
+RULES: list[Rule] = []
+_LR = "actor_train.training_args.learning_rate"
+
+
+def _rule(summary: str, advice: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        RULES.append(Rule(check.__name__, summary, advice, check))
+        return check
+
+    return register
 
 
 def _tokens(window: Window) -> float:
@@ -90,8 +105,8 @@ def _change(history: History, name: str) -> tuple[float, float] | None:
     return None if before is None or now is None else (before, now)
 
 
+@_rule("the chosen responses become less likely while the margin grows", f"set rpo_alpha=1, lower {_LR}, or raise beta")
 def likelihood_displacement(history: History, facts: RunFacts) -> Evidence | None:
-    """The NLL of the chosen responses rises while the margin grows."""
     nll, margin = _change(history, "sft_loss"), _change(history, "rewards/margins")
     if not facts.compares_sides or nll is None or margin is None:
         return None
@@ -105,6 +120,11 @@ def likelihood_displacement(history: History, facts: RunFacts) -> Evidence | Non
     }
 
 
+@_rule(
+    "the policy tells the sides apart by their length",
+    "set length_penalty=0.01 (R-DPO), ld_alpha=0.5 (LD-DPO) or length_normalization=true, or balance the "
+    "lengths in the data",
+)
 def length_exploitation(history: History, facts: RunFacts) -> Evidence | None:
     """The policy prefers the longer, or the shorter, response more often than the data does."""
     window = history.recent(LENGTH_PAIRS)
@@ -120,8 +140,8 @@ def length_exploitation(history: History, facts: RunFacts) -> Evidence | None:
     return {"longer response preferred": preferred, "longer response chosen in the data": chosen}
 
 
+@_rule("the policy is far from its reference", f"raise beta, lower {_LR}, or train fewer steps (max_steps)")
 def large_kl(history: History, _facts: RunFacts) -> Evidence | None:
-    """The log ratio to the reference on the data's responses is beyond a limit per token."""
     window = history.recent()
     kl = None if window is None else window.mean("kl")
     if window is None or kl is None or abs(kl) / _tokens(window) < KL_PER_TOKEN:
@@ -130,29 +150,37 @@ def large_kl(history: History, _facts: RunFacts) -> Evidence | None:
     return {"log-ratio per response": kl, "log-ratio per token": per_token, "limit per token": KL_PER_TOKEN}
 
 
+@_rule(
+    "the policy's distribution has collapsed, so it will repeat itself",
+    f"lower {_LR}, raise beta, or set label_smoothing=0.1",
+)
 def entropy_collapse(history: History, _facts: RunFacts) -> Evidence | None:
-    """The policy's entropy falls to a fraction of its value in the first window."""
     entropy = _change(history, "entropy")
     if entropy is None or entropy[1] > ENTROPY_SHARE * entropy[0]:
         return None
     return {"entropy per token at the start": entropy[0], "entropy per token now": entropy[1]}
 
 
+@_rule(
+    "nearly all pairs are separated, and further steps only memorize them",
+    "train fewer steps (max_steps), set label_smoothing=0.1 or pref_loss=ipo, or use harder pairs",
+)
 def saturated_rewards(history: History, facts: RunFacts) -> Evidence | None:
-    """Nearly all pairs are separated and the loss, and with it the gradient, has almost vanished."""
     loss, accuracy = _change(history, "loss"), _change(history, "rewards/accuracies")
     if not facts.compares_sides or loss is None or accuracy is None:
         return None
     if accuracy[1] < SATURATED_ACCURACY or loss[1] > SATURATED_LOSS_SHARE * loss[0]:
         return None
     margin = _change(history, "rewards/margins")
-    return {"accuracy": accuracy[1], "loss at the start": loss[0], "loss now": loss[1]} | (
-        {} if margin is None else {"margin": margin[1]}
-    )
+    margins = {} if margin is None else {"margin": margin[1]}
+    return {"accuracy": accuracy[1], "loss at the start": loss[0], "loss now": loss[1], **margins}
 
 
+@_rule(
+    "the policy does not learn which side is preferred",
+    f"raise {_LR}, and check with `thresher inspect` that chosen_key and rejected_key name the right columns",
+)
 def chance_accuracy(history: History, facts: RunFacts) -> Evidence | None:
-    """The accuracy is not better than chance after the warm-up."""
     window = history.recent(CHANCE_PAIRS)
     if not facts.compares_sides or window is None or window.records[0].step < CHANCE_FROM * facts.total_steps:
         return None
@@ -163,8 +191,11 @@ def chance_accuracy(history: History, facts: RunFacts) -> Evidence | None:
     return {"accuracy": accuracy, "pairs": window.num_pairs} | rate
 
 
+@_rule(
+    "the loss does not start at its value for a policy that equals its reference",
+    "check that reference.model_args has the settings of actor_train.model_args",
+)
 def initial_loss(history: History, facts: RunFacts) -> Evidence | None:
-    """The first step's loss differs from the loss of a policy that equals its reference."""
     first = history.first.records[:1]
     if facts.initial_loss is None or not facts.starts_at_reference or not first or first[0].step != 1:
         return None
@@ -174,17 +205,10 @@ def initial_loss(history: History, facts: RunFacts) -> Evidence | None:
     return {"loss of step 1": loss, "expected": facts.initial_loss}
 
 
-def mismatched_reference(history: History, facts: RunFacts) -> Evidence | None:
-    """Policy and reference start from the same model, but their logps differ in the first step."""
-    first = history.first.records[:1]
-    if not facts.starts_at_reference or not first or first[0].step != 1 or "kl" not in first[0].metrics:
-        return None
-    difference = first[0].metrics["kl"] / _tokens(Window(first))
-    if abs(difference) <= facts.logp_noise:
-        return None
-    return {"difference of logps per token": difference, "rounding explains": facts.logp_noise}
-
-
+@_rule(
+    "the gradient norm spikes repeatedly",
+    f"lower {_LR} or actor_train.training_args.max_grad_norm, raise warmup_ratio, or use larger batches",
+)
 def gradient_spikes(history: History, _facts: RunFacts) -> Evidence | None:
     """Several gradient norms stand far above their neighbors and the norms of the start."""
     norms = history.newest("grad_norm", SPIKE_RECORDS)
@@ -199,26 +223,48 @@ def gradient_spikes(history: History, _facts: RunFacts) -> Evidence | None:
     return {"spikes": len(spikes), "largest gradient norm": max(spikes), "median gradient norm": usual}
 
 
+@_rule(
+    "many training pairs are duplicates, which the policy memorizes",
+    "remove them from actor_train.data_args.file_name (`thresher prepare` names examples)",
+)
 def repeated_data(_history: History, facts: RunFacts) -> Evidence | None:
-    """Many training pairs repeat others."""
     if facts.duplicates < DUPLICATE_SHARE * facts.num_pairs or not facts.duplicates:
         return None
     return {"pairs that repeat another": facts.duplicates, "share of all pairs": facts.duplicates / facts.num_pairs}
 
 
+@_rule(
+    "policy and reference are the same model, but score the first pairs differently",
+    "check that reference.model_args and reference.strategy_args have the settings of actor_train",
+)
+def mismatched_reference(history: History, facts: RunFacts) -> Evidence | None:
+    first = history.first.records[:1]
+    if not facts.starts_at_reference or not first or first[0].step != 1 or "kl" not in first[0].metrics:
+        return None
+    difference = first[0].metrics["kl"] / _tokens(Window(first))
+    if abs(difference) <= facts.logp_noise:
+        return None
+    return {"difference of logps per token": difference, "rounding explains": facts.logp_noise}
+
+
+@_rule(
+    "the policy repeats itself in its answers, and the reference does not",
+    f"set rpo_alpha=1, lower {_LR}, raise beta, and check in the data that responses end with the EOS token",
+)
 def repetition(history: History, _facts: RunFacts) -> Evidence | None:
-    """The policy's answers repeat their phrases far more than the reference's answers to the same prompts."""
     policy, reference = history.sampled.get(SAMPLED), history.sampled.get("samples/repetition/reference")
     if policy is None or reference is None or policy - reference < REPETITION_EXCESS:
         return None
     return {"repeated phrases of the policy": policy, "repeated phrases of the reference": reference}
 
 
+@_rule(
+    "the policy prefers the rejected responses of the validation pairs, as if their columns were swapped",
+    "compare `thresher inspect` of both files: chosen_key and rejected_key must name the same side in "
+    "actor_train.data_args.file_name and validation.data_args.file_name",
+)
 def validation_below_chance(history: History, facts: RunFacts) -> Evidence | None:
-    """Training separates the sides, and the same policy prefers the rejected side of validation pairs.
-
-    The accuracy or the margin on validation pairs is four standard errors below a coin's.
-    """
+    """Training separates the sides, and accuracy or margin on validation pairs is far below a coin's."""
     validation = history.validation
     if validation is None or not facts.compares_sides or not facts.num_validation_pairs:
         return None
@@ -245,6 +291,11 @@ def validation_below_chance(history: History, facts: RunFacts) -> Evidence | Non
     }
 
 
+@_rule(
+    "the validation loss rises while the training loss falls",
+    f"export the best checkpoint (`thresher export --best`), train fewer steps (max_steps), lower {_LR}, or use "
+    "more pairs",
+)
 def overfitting(history: History, facts: RunFacts) -> Evidence | None:
     """The validation loss is far above its minimum, and the training loss is below it."""
     validation = history.validation
@@ -264,89 +315,3 @@ def overfitting(history: History, facts: RunFacts) -> Evidence | None:
         "step of the minimum": validation.lowest_step,
         "training loss": trained,
     }
-
-
-_LR = "actor_train.training_args.learning_rate"
-RULES = (
-    Rule(
-        "likelihood_displacement",
-        "the chosen responses become less likely while the margin grows",
-        f"set rpo_alpha=1, lower {_LR}, or raise beta",
-        likelihood_displacement,
-    ),
-    Rule(
-        "length_exploitation",
-        "the policy tells the sides apart by their length",
-        "set length_penalty=0.01 (R-DPO), ld_alpha=0.5 (LD-DPO) or length_normalization=true, or balance the "
-        "lengths in the data",
-        length_exploitation,
-    ),
-    Rule(
-        "large_kl",
-        "the policy is far from its reference",
-        f"raise beta, lower {_LR}, or train fewer steps (max_steps)",
-        large_kl,
-    ),
-    Rule(
-        "entropy_collapse",
-        "the policy's distribution has collapsed, so it will repeat itself",
-        f"lower {_LR}, raise beta, or set label_smoothing=0.1",
-        entropy_collapse,
-    ),
-    Rule(
-        "saturated_rewards",
-        "nearly all pairs are separated, and further steps only memorize them",
-        "train fewer steps (max_steps), set label_smoothing=0.1 or pref_loss=ipo, or use harder pairs",
-        saturated_rewards,
-    ),
-    Rule(
-        "chance_accuracy",
-        "the policy does not learn which side is preferred",
-        f"raise {_LR}, and check with `thresher inspect` that chosen_key and rejected_key name the right columns",
-        chance_accuracy,
-    ),
-    Rule(
-        "initial_loss",
-        "the loss does not start at its value for a policy that equals its reference",
-        "check that reference.model_args has the settings of actor_train.model_args",
-        initial_loss,
-    ),
-    Rule(
-        "gradient_spikes",
-        "the gradient norm spikes repeatedly",
-        f"lower {_LR} or actor_train.training_args.max_grad_norm, raise warmup_ratio, or use larger batches",
-        gradient_spikes,
-    ),
-    Rule(
-        "repeated_data",
-        "many training pairs are duplicates, which the policy memorizes",
-        "remove them from actor_train.data_args.file_name (`thresher prepare` names examples)",
-        repeated_data,
-    ),
-    Rule(
-        "mismatched_reference",
-        "policy and reference are the same model, but score the first pairs differently",
-        "check that reference.model_args and reference.strategy_args have the settings of actor_train",
-        mismatched_reference,
-    ),
-    Rule(
-        "repetition",
-        "the policy repeats itself in its answers, and the reference does not",
-        f"set rpo_alpha=1, lower {_LR}, raise beta, and check in the data that responses end with the EOS token",
-        repetition,
-    ),
-    Rule(
-        "validation_below_chance",
-        "the policy prefers the rejected responses of the validation pairs, as if their columns were swapped",
-        "compare `thresher inspect` of both files: chosen_key and rejected_key must name the same side in "
-        "actor_train.data_args.file_name and validation.data_args.file_name",
-        validation_below_chance,
-    ),
-    Rule(
-        "overfitting",
-        "the validation loss rises while the training loss falls",
-        f"export the best checkpoint (`thresher export --best`), train fewer steps (max_steps), lower {_LR}, or use "
-        "more pairs",
-        overfitting,
-    ),
-)

@@ -143,12 +143,8 @@ def _update_best(state: TrainerState, args: SimpleNamespace, metrics: Mapping[st
 def _warn_about_other_events(callback: object) -> None:
     from transformers import TrainerCallback
 
-    methods = [name for name in dir(type(callback)) if name.startswith("on_") and name not in EVENTS]
-    own = [name for name in methods if getattr(type(callback), name) is not getattr(TrainerCallback, name, None)]
+    others = [name for name in dir(type(callback)) if name.startswith("on_") and name not in EVENTS]
+    own = [name for name in others if getattr(type(callback), name) is not getattr(TrainerCallback, name, None)]
     if own:
-        logger.warning(
-            "%s.%s is not called; callbacks are called for %s",
-            type(callback).__name__,
-            ", ".join(own),
-            ", ".join(EVENTS),
-        )
+        methods, events = f"{type(callback).__name__}.{', '.join(own)}", ", ".join(EVENTS)
+        logger.warning("%s is not called; callbacks are called for %s", methods, events)

@@ -29,10 +29,7 @@ class JsonlTracker:
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Open the log; the log of an earlier, separate run is renamed, never overwritten."""
         path = run.run_dir / METRICS
-        if resume_step is None:
-            rotate(path)
-        elif path.exists():
-            truncate_after(path, resume_step)
+        _begin(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -65,10 +62,7 @@ class StepLog:
         """Start a new log, or continue after `resume_step`; an earlier run's file is renamed, not overwritten."""
         self.path = path
         with translate_os_errors():
-            if resume_step is None:
-                rotate(path)
-            elif path.exists():
-                truncate_after(path, resume_step)
+            _begin(path, resume_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -81,7 +75,10 @@ class StepLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read a log of metrics, ignoring an incomplete last line."""
-    return [_decode(record) for record in read_records(path)]
+    return [
+        {key: float(value) if isinstance(value, str) else value for key, value in record.items()}
+        for record in read_records(path)
+    ]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -89,18 +86,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [_loads(line) for line in _complete_lines(path)]
 
 
-def find_holes(path: Path, until: int, interval: int) -> str | None:
+def find_holes(path: Path, until: int, logging_steps: int) -> str | None:
     """Say which training records up to a step a log lacks or has twice; None if it is complete.
 
     A log may start at a later step, if the run started from a checkpoint elsewhere.
-
-    Args:
-        interval: Steps between records.
     """
     records = read_records(path) if path.exists() else []
     counts = Counter(record["step"] for record in records if "lr" in record and record["step"] <= until)
-    first = min(counts, default=interval)
-    interval = max(interval, min((b - a for a, b in pairwise(sorted(counts))), default=0))  # of an earlier start
+    first = min(counts, default=logging_steps)
+    interval = max(logging_steps, min((b - a for a, b in pairwise(sorted(counts))), default=0))  # of an earlier start
     missing = [step for step in range(first, until + 1) if step % interval == 0 and step not in counts]
     repeated = [step for step, count in sorted(counts.items()) if count > 1]
     for what, steps in (("has no record", missing), ("has several records", repeated)):
@@ -108,6 +102,13 @@ def find_holes(path: Path, until: int, interval: int) -> str | None:
             which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
             return f"{path} {what} of {which}; curves and reports show it so, unless you restore the file"
     return None
+
+
+def _begin(path: Path, resume_step: int | None) -> None:
+    if resume_step is None:
+        rotate(path)
+    elif path.exists():
+        truncate_after(path, resume_step)
 
 
 def truncate_after(path: Path, step: int) -> None:
@@ -141,7 +142,3 @@ def encode_number(value: float) -> float | str:
     # float() converts tensors and NumPy scalars
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else repr(number)
-
-
-def _decode(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: float(value) if isinstance(value, str) else value for key, value in record.items()}

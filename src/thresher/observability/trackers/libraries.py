@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -11,27 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from thresher.errors import UserError, nearest
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import JsonlTracker
-from thresher.observability.trackers.tracker import (
-    RunInfo,
-    Status,
-    Table,
-    Tracker,
-    Trackers,
-    import_tracker_library,
-    rotate,
-)
+from thresher.observability.trackers.tracker import RunInfo, Status, Table, Tracker, Trackers, rotate
 
 logger = logging.getLogger(__name__)
 
 # ASCII punctuation that TensorBoard could read as Markdown or HTML
 _MARKUP = re.compile(r"[!-+/:-@\[-`{-~]")
-
-
+_OFFLINE = ("offline", "dryrun")  # two names of one mode of wandb
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 
@@ -50,13 +43,24 @@ class TrackerSettings:
     tags: Sequence[str] = ()
 
 
+def _import_library(module: str, extra: str) -> ModuleType:
+    """Import the library of a tracker."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"tracker {extra} needs a package that is not installed ({error}); "
+            f"run `pip install 'thresher[{extra}]'` or leave {extra} out of the trackers"
+        ) from error
+
+
 class TensorBoardTracker:
     """Event files of torch's SummaryWriter, in `tensorboard/` in the run directory or in a given directory."""
 
     name = "tensorboard"
 
     def __init__(self, settings: TrackerSettings) -> None:
-        self._library = import_tracker_library("torch.utils.tensorboard", "tensorboard")
+        self._library = _import_library("torch.utils.tensorboard", "tensorboard")
         self._directory = settings.tensorboard_dir
         self._writer: Any = None
 
@@ -117,14 +121,14 @@ class MlflowTracker:
     def __init__(self, settings: TrackerSettings) -> None:
         # MLflow sends usage statistics by default, and reads this once, on import.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        self._library = import_tracker_library("mlflow", "mlflow")
-        self._entities = import_tracker_library("mlflow.entities", "mlflow")
+        self._library = _import_library("mlflow", "mlflow")
+        self._entities = _import_library("mlflow.entities", "mlflow")
         # Creating the store logs every table, which would break the progress bar.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         if settings.mlflow_tracking_uri is None:
             # mlflow-skinny needs these for an SQLite store, but does not depend on them.
-            import_tracker_library("sqlalchemy", "mlflow")
-            import_tracker_library("alembic", "mlflow")
+            _import_library("sqlalchemy", "mlflow")
+            _import_library("alembic", "mlflow")
         self._tracking_uri = settings.mlflow_tracking_uri
         self._name = settings.name
         # MLflow shows this tag as the description of the run; its tags are pairs, so ours get an empty value
@@ -143,19 +147,22 @@ class MlflowTracker:
         if resume_step is not None and state_path.exists():
             self._run_id = json.loads(state_path.read_text())["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
-            self._present = self._points_after(resume_step)
+            self._present = {
+                (name, point.step)
+                for name in self._client.get_run(self._run_id).data.metrics
+                for point in self._client.get_metric_history(self._run_id, name)
+                if point.step > resume_step
+            }
             return
         # Artifacts of a local store are saved next to it; a server has a default location.
         artifacts = (directory / "mlflow-artifacts").as_uri() if self._tracking_uri is None else None
         experiment = self._client.get_experiment_by_name(run.exp_name)
-        experiment_id = (
-            experiment.experiment_id
-            if experiment is not None
-            else self._client.create_experiment(run.exp_name, artifact_location=artifacts)
-        )
-        self._run_id = self._client.create_run(
-            experiment_id, run_name=self._name or run.exp_name, tags=self._tags
-        ).info.run_id
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self._client.create_experiment(run.exp_name, artifact_location=artifacts)
+        created = self._client.create_run(experiment_id, run_name=self._name or run.exp_name, tags=self._tags)
+        self._run_id = created.info.run_id
         state_path.write_text(json.dumps({"run_id": self._run_id}))
         params = [self._entities.Param(k, v[:_MAX_PARAM_CHARS]) for k, v in _flatten(run.config)]
         for start in range(0, len(params), _MAX_PARAMS):
@@ -181,15 +188,6 @@ class MlflowTracker:
         """Set the run's final status."""
         self._client.set_terminated(self._run_id, _STATUS[status])
 
-    def _points_after(self, step: int) -> set[tuple[str, int]]:
-        names = self._client.get_run(self._run_id).data.metrics
-        return {
-            (name, point.step)
-            for name in names
-            for point in self._client.get_metric_history(self._run_id, name)
-            if point.step > step
-        }
-
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in config.items():
@@ -210,7 +208,7 @@ class WandbTracker:
     name = "wandb"
 
     def __init__(self, settings: TrackerSettings) -> None:
-        self._library = import_tracker_library("wandb", "wandb")
+        self._library = _import_library("wandb", "wandb")
         self._settings = settings
         self._run: Any = None
         self._state_path = Path()
@@ -250,8 +248,14 @@ class WandbTracker:
             ),
         )
         self._write_state(self._skip_through)
-        if mode in ("offline", "dryrun"):  # two names of one mode
-            self._announce_offline()
+        if mode in _OFFLINE:
+            is_chosen = self._settings.wandb_mode == "offline" or os.environ.get("WANDB_MODE") in _OFFLINE
+            logger.log(
+                logging.INFO if is_chosen else logging.WARNING,
+                "wandb: %sthis run is logged offline; upload it later with: wandb sync %s",
+                "" if is_chosen else "no API key is configured, so ",
+                Path(self._run.dir).parent,
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step, unless W&B has them from before a resume."""
@@ -280,7 +284,7 @@ class WandbTracker:
     def _choose_mode(self) -> str:
         chosen = self._settings.wandb_mode
         mode = os.environ.get("WANDB_MODE", "auto") if chosen == "auto" else chosen
-        if mode in ("offline", "dryrun", "disabled"):
+        if mode in (*_OFFLINE, "disabled"):
             return mode
         if self._library.login(key=self._settings.wandb_api_key, prompt=False, verify=False):
             return "online"
@@ -291,28 +295,18 @@ class WandbTracker:
             )
         return "offline"
 
-    def _announce_offline(self) -> None:
-        is_chosen = self._settings.wandb_mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
-        logger.log(
-            logging.INFO if is_chosen else logging.WARNING,
-            "wandb: %sthis run is logged offline; upload it later with: wandb sync %s",
-            "" if is_chosen else "no API key is configured, so ",
-            Path(self._run.dir).parent,
-        )
-
     def _write_state(self, complete_through: int) -> None:
         temporary = self._state_path.with_name(f".{self._state_path.name}.new")
         temporary.write_text(json.dumps({"id": self._run_id, "complete_through": complete_through}))
         temporary.replace(self._state_path)
 
 
-_FACTORIES: Mapping[str, Callable[[TrackerSettings, ConsoleTracker], Tracker]] = {
-    "console": lambda _, console: console,
-    "jsonl": lambda _, __: JsonlTracker(),
-    "tensorboard": lambda settings, _: TensorBoardTracker(settings),
-    "wandb": lambda settings, _: WandbTracker(settings),
-    "mlflow": lambda settings, _: MlflowTracker(settings),
+_LIBRARIES: Mapping[str, Callable[[TrackerSettings], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
 }
+_NAMES = ("console", "jsonl", *_LIBRARIES)
 
 
 def make_trackers(
@@ -325,15 +319,16 @@ def make_trackers(
     """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
     for name in names:
         check_name(name)
-    settings = settings or TrackerSettings()
-    console = console or ConsoleTracker()
-    optional = [_FACTORIES[name](settings, console) for name in dict.fromkeys(names) if name != "jsonl"]
+    settings, console = settings or TrackerSettings(), console or ConsoleTracker()
+    optional = [
+        console if name == "console" else _LIBRARIES[name](settings) for name in dict.fromkeys(names) if name != "jsonl"
+    ]
     return Trackers([JsonlTracker()], optional, callbacks)
 
 
 def check_name(name: str) -> None:
     """Reject a tracker that does not exist."""
-    if name not in _FACTORIES:
-        meant = nearest(name, _FACTORIES)
+    if name not in _NAMES:
+        meant = nearest(name, _NAMES)
         hint = f"did you mean {meant}? " if meant else ""
-        raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_FACTORIES)}")
+        raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_NAMES)}")

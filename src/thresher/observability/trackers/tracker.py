@@ -4,13 +4,11 @@ An error of the local log ends the run. Any other tracker that fails after start
 because an outage of a dashboard must not end a training run.
 """
 
-import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from thresher import durable
@@ -72,8 +70,6 @@ class Trackers:
         callbacks: The user's code, called last; its errors are raised as they are.
     """
 
-    name = "trackers"
-
     def __init__(
         self, required: Sequence[Tracker], optional: Sequence[Tracker], callbacks: Tracker | None = None
     ) -> None:
@@ -88,20 +84,11 @@ class Trackers:
         with translate_os_errors():
             run.run_dir.mkdir(parents=True, exist_ok=True)
             refuse_links(run.run_dir)
-            for tracker in self._required:
-                tracker.start(run, resume_step)
-        self._each_optional(lambda tracker: tracker.start(run, resume_step), raise_user_errors=True)
-        for tracker in self._callbacks:
-            tracker.start(run, resume_step)
+        self._each(lambda tracker: tracker.start(run, resume_step), raise_user_errors=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log to all trackers."""
-        with translate_os_errors():
-            for tracker in self._required:
-                tracker.log(step, metrics)
-        self._each_optional(lambda tracker: tracker.log(step, metrics))
-        for tracker in self._callbacks:
-            tracker.log(step, metrics)
+        self._each(lambda tracker: tracker.log(step, metrics))
 
     def log_table(self, step: int, table: Table) -> None:
         """Log a table to all trackers but the local log, which has its own files for such rows."""
@@ -117,6 +104,14 @@ class Trackers:
             self._each_optional(lambda tracker: tracker.close(status))
         for tracker in self._callbacks:
             tracker.close(status)
+
+    def _each(self, call: Callable[[Tracker], None], *, raise_user_errors: bool = False) -> None:
+        with translate_os_errors():
+            for tracker in self._required:
+                call(tracker)
+        self._each_optional(call, raise_user_errors=raise_user_errors)
+        for tracker in self._callbacks:
+            call(tracker)
 
     def _each_optional(self, call: Callable[[Tracker], None], *, raise_user_errors: bool = False) -> None:
         for tracker in list(self._optional):
@@ -145,17 +140,6 @@ def refuse_links(directory: Path) -> None:
         raise UserError(
             f"{links[0]} is a symlink, and logs are not written through symlinks; remove it or set another logging_dir"
         )
-
-
-def import_tracker_library(module: str, extra: str) -> ModuleType:
-    """Import the library of a tracker."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"tracker {extra} needs a package that is not installed ({error}); "
-            f"run `pip install 'thresher[{extra}]'` or leave {extra} out of the trackers"
-        ) from error
 
 
 def rotate(path: Path) -> Path | None:
