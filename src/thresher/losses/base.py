@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from torch import Tensor
 
@@ -14,9 +14,7 @@ from thresher.losses.scores import ChosenRejected, PairScores
 Modifier = Literal["f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo"]
 
 # A loss lists the modifiers that reach its formula, so an objective can reject one without effect.
-ALL_MODIFIERS: frozenset[Modifier] = frozenset(
-    ("f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo")
-)
+ALL_MODIFIERS: frozenset[Modifier] = frozenset(get_args(Modifier))
 RATIO_MODIFIERS: frozenset[Modifier] = frozenset(("ld_alpha", "weight", "wpo"))
 LOGIT_MODIFIERS: frozenset[Modifier] = frozenset(("length_penalty", "margin", "weight", "wpo"))
 
