@@ -12,6 +12,7 @@ from thresher.losses.parameters import FINITE
 from thresher.losses.scores import ChosenRejected, PairScores
 
 Modifier = Literal["f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo"]
+Reward = Literal["scores", "mean_scores", "logps", "mean_logps"]
 
 # A loss lists the modifiers that reach its formula, so an objective can reject one without effect.
 ALL_MODIFIERS: frozenset[Modifier] = frozenset(get_args(Modifier))
@@ -25,6 +26,7 @@ class Loss(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]  #: arXiv number
     supports: ClassVar[frozenset[Modifier]]  #: the modifiers that change this loss
+    reward: ClassVar[Reward] = "scores"  #: what the rewards are, in units of beta
     needs_reference: ClassVar[bool] = True
     couples_pairs: ClassVar[bool] = False  #: the loss of a pair depends on the other pairs of the step
     compares_sides: ClassVar[bool] = True  #: False if only the chosen side is read
@@ -49,7 +51,8 @@ class Loss(ABC):
 
     def rewards(self, pairs: PairScores) -> ChosenRejected:
         """Compute the rewards that this loss compares."""
-        return pairs.scores.scaled(self.beta)
+        compared: ChosenRejected = getattr(pairs, self.reward)
+        return compared.scaled(self.beta)
 
     def after_step(self, chosen_reward_sum: float, rejected_reward_sum: float, num_pairs: int) -> Self:  # noqa: ARG002
         """Return this loss with its state updated by one step; the sums are over all ranks."""

@@ -32,7 +32,7 @@ class Sigmoid(Loss):
         return smoothed_logistic(pairs.shifted(self.beta * pairs.scores.margin), self.label_smoothing)
 
 
-@register("sigmoid_norm", paper="2411.15124", supports=ALL_MODIFIERS)
+@register("sigmoid_norm", paper="2411.15124", supports=ALL_MODIFIERS, reward="mean_scores")
 class SigmoidNorm(Loss):
     """Fit a Bradley-Terry model on rewards per token (length-normalized DPO).
 
@@ -43,9 +43,6 @@ class SigmoidNorm(Loss):
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return -F.logsigmoid(pairs.shifted(self.beta * pairs.mean_scores.margin))
-
-    def rewards(self, pairs: PairScores) -> ChosenRejected:
-        return pairs.mean_scores.scaled(self.beta)
 
 
 def smoothed_logistic(logits: Tensor, label_smoothing: float) -> Tensor:
@@ -122,7 +119,7 @@ class EXOPair(Loss):
         return chosen + rejected
 
 
-@register("ipo", paper="2310.12036", supports=ALL_MODIFIERS)
+@register("ipo", paper="2310.12036", supports=ALL_MODIFIERS, reward="mean_scores")
 class IPO(Loss):
     """Regress the mean margin on a fixed target instead of increasing it without limit.
 
@@ -133,9 +130,6 @@ class IPO(Loss):
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return _squared_distance(pairs, pairs.mean_scores.margin, self.beta)
-
-    def rewards(self, pairs: PairScores) -> ChosenRejected:
-        return pairs.mean_scores.scaled(self.beta)
 
 
 @register("ipo_sum", paper="2310.12036", supports=ALL_MODIFIERS)
@@ -156,15 +150,13 @@ def _squared_distance(pairs: PairScores, margin: Tensor, beta: float) -> Tensor:
     return ((pairs.shifted(beta * margin) - 0.5) / beta) ** 2
 
 
-@register("aot", paper="2406.05882", supports=["ld_alpha"])
+@register("aot", paper="2406.05882", supports=["ld_alpha"], couples_pairs=True)
 class AOT(Loss):
     """Make the policy's margins dominate the reference's, quantile by quantile.
 
     The smoothed logistic loss of beta (sort(pi_w - pi_l) - sort(ref_w - ref_l)): AOT, paired (2406.05882).
     Value i belongs to the i-th quantile of the whole step, not to pair i.
     """
-
-    couples_pairs = True
 
     beta: float = parameter(0.1, POSITIVE)
     label_smoothing: float = parameter(0.0, UP_TO_HALF)
@@ -173,15 +165,13 @@ class AOT(Loss):
         return _dominance(pairs.logps.margin, pairs.reference.logps.margin, self.beta, self.label_smoothing)
 
 
-@register("aot_unpaired", paper="2406.05882", supports=["ld_alpha"])
+@register("aot_unpaired", paper="2406.05882", supports=["ld_alpha"], couples_pairs=True)
 class AOTUnpaired(Loss):
     """Make the chosen rewards dominate the rejected ones, quantile by quantile.
 
     The smoothed logistic loss of beta (sort(r_w) - sort(r_l)): AOT, unpaired (2406.05882).
     Value i belongs to the i-th quantile of the whole step, not to pair i.
     """
-
-    couples_pairs = True
 
     beta: float = parameter(0.1, POSITIVE)
     label_smoothing: float = parameter(0.0, UP_TO_HALF)
@@ -276,7 +266,7 @@ class SPPOHard(Loss):
         return (pairs.log_ratios.chosen - target) ** 2 + (pairs.log_ratios.rejected + target) ** 2
 
 
-@register("cpo", paper="2401.08417", supports=LOGIT_MODIFIERS)
+@register("cpo", paper="2401.08417", supports=LOGIT_MODIFIERS, needs_reference=False, reward="logps")
 class CPO(Loss):
     """Prefer the chosen side and train on its likelihood.
 
@@ -284,26 +274,19 @@ class CPO(Loss):
     authors' code.
     """
 
-    needs_reference = False
-
     beta: float = parameter(0.1, POSITIVE)
     cpo_alpha: float = parameter(1.0, NON_NEGATIVE)
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return -F.logsigmoid(pairs.shifted(self.beta * pairs.logps.margin)) + self.cpo_alpha * pairs.mean_chosen_nll
 
-    def rewards(self, pairs: PairScores) -> ChosenRejected:
-        return pairs.logps.scaled(self.beta)
 
-
-@register("simpo", paper="2405.14734", supports=LOGIT_MODIFIERS)
+@register("simpo", paper="2405.14734", supports=LOGIT_MODIFIERS, needs_reference=False, reward="mean_logps")
 class SimPO(Loss):
     """Use the mean logp as the reward, with a target margin of gamma.
 
     -logsig(beta (mean pi_w - mean pi_l) - gamma): Eq. 6 of SimPO (2405.14734).
     """
-
-    needs_reference = False
 
     beta: float = parameter(2.0, POSITIVE)
     gamma: float = parameter(1.0, NON_NEGATIVE)
@@ -311,11 +294,8 @@ class SimPO(Loss):
     def __call__(self, pairs: PairScores) -> Tensor:
         return -F.logsigmoid(pairs.shifted(self.beta * pairs.mean_logps.margin) - self.gamma)
 
-    def rewards(self, pairs: PairScores) -> ChosenRejected:
-        return pairs.mean_logps.scaled(self.beta)
 
-
-@register("orpo", paper="2403.07691", supports=["weight", "wpo"])
+@register("orpo", paper="2403.07691", supports=["weight", "wpo"], needs_reference=False, reward="mean_logps")
 class ORPO(Loss):
     """Train on the chosen side's likelihood and increase the odds ratio.
 
@@ -323,16 +303,11 @@ class ORPO(Loss):
     Eq. 6 and 7 of ORPO (2403.07691), whose lambda is beta here.
     """
 
-    needs_reference = False
-
     beta: float = parameter(0.1, POSITIVE)
 
     def __call__(self, pairs: PairScores) -> Tensor:
         log_odds_ratio = _log_odds(pairs.mean_logps.chosen) - _log_odds(pairs.mean_logps.rejected)
         return pairs.mean_chosen_nll - self.beta * F.logsigmoid(log_odds_ratio)
-
-    def rewards(self, pairs: PairScores) -> ChosenRejected:
-        return pairs.mean_logps.scaled(self.beta)
 
 
 def _log_odds(logp: Tensor) -> Tensor:
@@ -343,15 +318,12 @@ def _log_odds(logp: Tensor) -> Tensor:
     return logp - torch.log(-torch.expm1(logp))
 
 
-@register("sft", paper="2411.10442", supports=["weight"])
+@register("sft", paper="2411.10442", supports=["weight"], needs_reference=False, compares_sides=False)
 class SFT(Loss):
     """Train on the likelihood of the chosen side (supervised fine-tuning).
 
     -mean pi_w: the generation loss of MPO (2411.10442), averaged per response, so pairs stay independent.
     """
-
-    needs_reference = False
-    compares_sides = False
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return pairs.mean_chosen_nll

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar, dataclass_transform
 
 from thresher.errors import UserError, nearest
-from thresher.losses.base import Loss, Modifier
+from thresher.losses.base import Loss, Modifier, Reward
 from thresher.losses.custom import load_loss
 
 _LOSSES: dict[str, type[Loss]] = {}
@@ -46,13 +46,23 @@ class LossRow:
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def register(name: str, *, paper: str, supports: Iterable[Modifier]) -> Callable[[LossClass], LossClass]:
-    """Make a loss class a frozen dataclass, found by its name; see `Loss` for the others."""
+def register(
+    name: str,
+    *,
+    paper: str,
+    supports: Iterable[Modifier],
+    reward: Reward = "scores",
+    needs_reference: bool = True,
+    couples_pairs: bool = False,
+    compares_sides: bool = True,
+) -> Callable[[LossClass], LossClass]:
+    """Make a loss class a frozen dataclass with these class variables, and register it under its name."""
     if name in _LOSSES:
         raise ValueError(f"two losses are named {name}")
 
     def add(cls: LossClass) -> LossClass:
-        cls.name, cls.paper, cls.supports = name, paper, frozenset(supports)
+        cls.name, cls.paper, cls.supports, cls.reward = name, paper, frozenset(supports), reward
+        cls.needs_reference, cls.couples_pairs, cls.compares_sides = needs_reference, couples_pairs, compares_sides
         _LOSSES[name] = dataclass(frozen=True)(cls)
         return cls
 
