@@ -9,7 +9,6 @@ Imported after __main__.py has changed torch.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -148,36 +147,30 @@ def _counted(
     communication: CommunicationCounter, request: RankRequest, settings: FSDP2Settings
 ) -> list[CountedCollective]:
     dims = axis_sizes(settings, request.num_processes)
-    found: Counter[tuple[CountedAxis, Kind, int, bool]] = Counter()
-    calls: Counter[tuple[CountedAxis, Kind, int, bool]] = Counter()
+    found: dict[tuple[CountedAxis, Kind, int, bool], CountedCollective] = {}
     for each, payload in communication.payloads.items():
-        on_host = each.device == "cpu"
-        axis: CountedAxis = (
-            "step" if on_host or each.is_of_numbers else axis_of(each.kind, each.ranks, dims, request.rank)
-        )
-        key = axis, each.kind, len(each.ranks), on_host
-        found[key] += payload
-        calls[key] += communication.calls_of[each]
-    return [
-        CountedCollective(axis, kind, size, calls[axis, kind, size, on_host], payload, on_host)
-        for (axis, kind, size, on_host), payload in found.items()
-    ]
+        on_host, size, calls = each.device == "cpu", len(each.ranks), communication.calls_of[each]
+        is_of_step = on_host or each.is_of_numbers
+        axis: CountedAxis = "step" if is_of_step else axis_of(each.kind, each.ranks, dims, request.rank)
+        key = axis, each.kind, size, on_host
+        before = found.get(key, CountedCollective(axis, each.kind, size, 0, 0, on_host))
+        found[key] = replace(before, calls=before.calls + calls, payload=before.payload + payload)
+    return list(found.values())
 
 
 def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> CountedAxis:
     """The axis whose processes exchange device data in a group of ranks."""
     if kind in ("send", "receive", "broadcast"):
         return "pp"
+    is_of_fsdp = kind in ("all_gather", "reduce_scatter")
     mesh = np.arange(dims.num_processes).reshape(dims.sizes)
     own = np.argwhere(mesh == rank)[0]
     for number, axis in enumerate(AXES):
         index = tuple(slice(None) if each == number else at for each, at in enumerate(own))
         if set(ranks) <= set(mesh[index].tolist()):
             # FSDP2 shards over dp_shard and cp
-            return (
-                "dp_shard" if axis == "cp" and kind in ("all_gather", "reduce_scatter") else cast("CountedAxis", axis)
-            )
-    if kind in ("all_gather", "reduce_scatter"):
+            return "dp_shard" if axis == "cp" and is_of_fsdp else cast("CountedAxis", axis)
+    if is_of_fsdp:
         return "dp_shard"
     raise ValueError(f"a {kind} of the ranks {ranks} is along no axis")
 
