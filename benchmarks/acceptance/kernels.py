@@ -26,7 +26,7 @@ from thresher.builders.hardware import GPUS
 from thresher.data.pair import Pair
 from thresher.models.attention.interface import Window, dense_attention, pair_attention
 from thresher.models.attention.segments import PackedAttention, Segment
-from thresher.models.lm_head import LMHead, LogitTransform, target_logps
+from thresher.models.lm_head import LMHead, LogitTransform, target_logps_and_entropy
 
 _aten = torch.ops.aten
 _HOST_READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_nonzero.default, _aten.equal.default}
@@ -139,7 +139,8 @@ def lm_head(place: Place) -> Facts:
         weight = weight.to(dtype).float()
         targets = torch.randint(0, vocab, (rows,), generator=generator).to(place.device)
         states, weight = (each.to(place.device).requires_grad_() for each in (states, weight))
-        found = target_logps(LMHead(weight, None, dtype, LogitTransform()), states, targets)
+        head = LMHead(weight, None, dtype, LogitTransform())
+        found, _ = target_logps_and_entropy(head, states, targets, with_entropy=False)
         found.sum().backward()
         exact = states.detach().double().requires_grad_()
         expected = (exact @ weight.detach().double().T).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.loss_cases import bare, evaluate, objective_of, random_pairs
 from thresher.losses import Objective
-from thresher.losses.sides import BCOPair
+from thresher.losses.formulas import BCOPair
 
 Row = list[float]
 Formula = Callable[[Row, Row, Row, Row], float]

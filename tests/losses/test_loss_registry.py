@@ -10,7 +10,7 @@ import thresher.losses
 from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES
 from thresher.errors import UserError
 from thresher.losses import describe, loss_class, loss_names, make_loss, make_losses, parameter_defaults
-from thresher.losses.margin import Sigmoid
+from thresher.losses.formulas import Sigmoid
 from thresher.losses.registry import register
 
 
@@ -101,7 +101,7 @@ def test_defaults_are_those_of_the_papers():
 
 def test_a_name_cannot_be_taken_twice():
     with pytest.raises(ValueError, match="two losses are named sigmoid"):
-        register(Sigmoid)
+        register("sigmoid", paper="2305.18290", supports=())
 
 
 def test_a_registered_loss_is_a_frozen_dataclass():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.loss_cases import ALL_LOSSES, bare, evaluate, hand_pairs, objective_of
-from thresher.losses.sides import BCOPair
+from thresher.losses.formulas import BCOPair
 
 CASES = [
     # 0.9 * 0.2014 + 0.1 * 1.7014; dL/dx = s - 0.9, times beta

@@ -31,7 +31,7 @@ from thresher.losses import (
     make_loss,
     merge_metrics,
 )
-from thresher.losses.sides import BCOPair
+from thresher.losses.formulas import BCOPair
 
 
 def mixed(*names: str) -> Objective:

@@ -11,7 +11,7 @@ from thresher.config.roles import TrainingArgs
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import infer_engine, train_engine
 from thresher.errors import UserError
-from thresher.losses.margin import Sigmoid
+from thresher.losses.formulas import Sigmoid
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ChosenRejectedLogps
 from thresher.models.layouts import PaddedLayout

@@ -32,9 +32,8 @@ def save_and_step(request: RankRequest) -> dict[str, Any]:
 
     from thresher.checkpoint.background import HostBuffers
     from thresher.models.attention.interface import KERNELS
-    from thresher.plan.simulate.attention import attention_without_values
-    from thresher.plan.simulate.host_side import HostSide
-    from thresher.plan.simulate.rank import _Step
+    from thresher.plan.simulate.counters import HostSide
+    from thresher.plan.simulate.rank import _Step, attention_without_values
 
     order: list[str] = []
     make_stream: Any = torch.cuda.Stream

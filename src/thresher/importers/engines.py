@@ -97,7 +97,7 @@ def set_deepspeed(run: Translation, settings: Mapping[str, Any]) -> None:
 def _read_deepspeed(value: Any) -> dict[str, Any] | None:
     """Return zero_stage and the offloads of a DeepSpeed config; None if they are not known."""
     if isinstance(value, str):
-        content = _read_json(value)
+        content = read_json(value)
         return _by_name(Path(value).stem.lower()) if content is None else _read_deepspeed(content)
     zero = value.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
@@ -108,7 +108,8 @@ def _read_deepspeed(value: Any) -> dict[str, Any] | None:
     return {"zero_stage": stage, **dict.fromkeys(offloads, True)}
 
 
-def _read_json(name: str) -> dict[str, Any] | None:
+def read_json(name: str) -> dict[str, Any] | None:
+    """Read an object from a file, or from the text of one; None if there is none."""
     with suppress(OSError, ValueError):
         content = json.loads(name if name.lstrip().startswith("{") else Path(name).read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else None

@@ -17,7 +17,6 @@ _BEST = ("loss", "rewards/accuracies", "rewards/margins")
 
 
 def set_optimizer(value: Any, run: Translation) -> None:
-    """AdamW is the only optimizer here."""
     name = str(value).lower()
     if name in ADAMW:
         run.ignore("AdamW is the optimizer here")
@@ -43,7 +42,6 @@ def set_schedule(value: Any, run: Translation) -> None:
 
 
 def set_schedule_arguments(value: Any, run: Translation) -> None:
-    """Read the arguments of a schedule that has some here."""
     arguments = dict(value) if isinstance(value, dict) else {}
     peak = run.get("learning_rate") or 1.0
     if "min_lr_rate" in arguments or "min_lr" in arguments:
@@ -72,7 +70,6 @@ def set_max_steps(value: Any, run: Translation) -> None:
 
 
 def set_trackers(value: Any, run: Translation) -> None:
-    """Read the list of trackers."""
     names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
     known = [name for name in names if name in TRACKERS]
     run.set("track_with", ["console", *known])
@@ -116,7 +113,6 @@ def set_strategy(target: str) -> r.Function:
 
 
 def set_best_metric(value: Any, run: Translation) -> None:
-    """Read the name of an evaluation metric."""
     name = str(value).removeprefix("eval_")
     if name in _BEST:
         run.set("metric_for_best_model", f"eval/{name}")
@@ -125,7 +121,6 @@ def set_best_metric(value: Any, run: Translation) -> None:
 
 
 def set_bf16(value: Any, run: Translation) -> None:
-    """Read the switch of mixed precision."""
     if value in (True, "auto", "full"):
         run.set(f"{MODEL}dtype", "bf16")
     elif run.get("fp16") is True or run.get("float16") is True:
@@ -135,7 +130,6 @@ def set_bf16(value: Any, run: Translation) -> None:
 
 
 def set_fp16(value: Any, run: Translation) -> None:
-    """Read the switch of fp16."""
     if value is True:
         run.set(f"{MODEL}dtype", "fp16")
     else:
@@ -169,7 +163,6 @@ def set_weight_dtype(is_full: Any) -> r.Function:
 
 
 def set_resume(value: Any, run: Translation) -> None:
-    """A checkpoint of another trainer cannot be resumed."""
     if value in (True, "true", "True"):
         run.ignore("a run resumes from the newest checkpoint in its output_dir")
     elif value in (False, "false", "False"):

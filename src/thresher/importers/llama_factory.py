@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from thresher.importers import huggingface
 from thresher.importers import rules as r
+from thresher.importers.engines import read_json
 from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
 
 _LOSSES = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
@@ -30,7 +29,7 @@ def _set_dataset(target: str) -> r.Function:
     def function(value: Any, run: Translation) -> None:
         names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
         directory = str(run.get("dataset_dir", "data"))
-        known = _dataset_info(directory)
+        known = read_json(f"{directory}/dataset_info.json") or {}
         files = [_file(name, directory, known.get(name)) for name in names]
         r.set_sources(run, target, files)
         if not all(name in known for name in names):
@@ -41,14 +40,6 @@ def _set_dataset(target: str) -> r.Function:
                     run.set(f"{ours}_key", columns[ours])
 
     return function
-
-
-def _dataset_info(directory: str) -> dict[str, dict[str, Any]]:
-    try:
-        values = json.loads(Path(directory, "dataset_info.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _file(name: str, directory: str, info: Mapping[str, Any] | None) -> str:

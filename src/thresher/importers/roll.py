@@ -212,8 +212,11 @@ def _set_strategy(role: str) -> r.Function:
     def function(value: Any, run: Translation) -> None:
         name = run.get(f"{role}strategy_args.strategy_name")
         declared = find_declared(name)
-        if isinstance(fp16 := value.get("fp16"), dict) and role == "actor_train.":
-            _set_loss_scale(fp16, run)
+        fp16 = value.get("fp16")  # DeepSpeed's section
+        is_used = role == "actor_train." and run.get(f"{MODEL}dtype") in ("fp16", "float16")
+        for setting in ("initial_scale_power", "loss_scale_window") if is_used and isinstance(fp16, dict) else ():
+            if setting in fp16:
+                run.set(f"{TRAINING}{setting}", fp16[setting])
         if declared is not None and name not in _NATIVE:
             # validation of the config checks the values of settings that the engine has
             known = {*declared.settings.model_fields, *declared.settings.spellings}
@@ -241,14 +244,6 @@ def _report_left(left: list[str], problem: str, run: Translation) -> None:
         run.lacks(f"{problem} {', '.join(unknown)}")
     elif left:
         run.note(f"settings without an equivalent, which do not change the numbers: {', '.join(left)}")
-
-
-def _set_loss_scale(settings: Mapping[str, Any], run: Translation) -> None:
-    """Read DeepSpeed's section of fp16."""
-    if run.get(f"{MODEL}dtype") in ("fp16", "float16"):
-        for name in ("initial_scale_power", "loss_scale_window"):
-            if name in settings:
-                run.set(f"{TRAINING}{name}", settings[name])
 
 
 def _set_lora(value: Any, run: Translation) -> None:

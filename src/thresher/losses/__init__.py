@@ -1,9 +1,6 @@
-"""Losses: pure functions of logps, found by name. Importing this package registers all of them.
+"""Losses: pure functions of logps, found by name. Importing this package registers all of them."""
 
-A file per family: losses on the reward margin, on the reward of each side, on sorted values, and without a reference.
-"""
-
-from thresher.losses import aot, margin, reference_free, sides  # noqa: F401  # registers their losses
+from thresher.losses import formulas  # noqa: F401  # registers the built-in losses
 from thresher.losses.base import Loss
 from thresher.losses.metrics import MetricSum, merge_metrics
 from thresher.losses.objective import Objective, ObjectiveOutput

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from torch import Tensor
 
@@ -12,11 +12,10 @@ from thresher.losses.parameters import FINITE
 from thresher.losses.scores import ChosenRejected, PairScores
 
 Modifier = Literal["f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo"]
+Reward = Literal["scores", "mean_scores", "logps", "mean_logps"]
 
 # A loss lists the modifiers that reach its formula, so an objective can reject one without effect.
-ALL_MODIFIERS: frozenset[Modifier] = frozenset(
-    ("f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo")
-)
+ALL_MODIFIERS: frozenset[Modifier] = frozenset(get_args(Modifier))
 RATIO_MODIFIERS: frozenset[Modifier] = frozenset(("ld_alpha", "weight", "wpo"))
 LOGIT_MODIFIERS: frozenset[Modifier] = frozenset(("length_penalty", "margin", "weight", "wpo"))
 
@@ -27,6 +26,7 @@ class Loss(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]  #: arXiv number
     supports: ClassVar[frozenset[Modifier]]  #: the modifiers that change this loss
+    reward: ClassVar[Reward] = "scores"  #: what the rewards are, in units of beta
     needs_reference: ClassVar[bool] = True
     couples_pairs: ClassVar[bool] = False  #: the loss of a pair depends on the other pairs of the step
     compares_sides: ClassVar[bool] = True  #: False if only the chosen side is read
@@ -51,7 +51,8 @@ class Loss(ABC):
 
     def rewards(self, pairs: PairScores) -> ChosenRejected:
         """Compute the rewards that this loss compares."""
-        return pairs.scores.scaled(self.beta)
+        compared: ChosenRejected = getattr(pairs, self.reward)
+        return compared.scaled(self.beta)
 
     def after_step(self, chosen_reward_sum: float, rejected_reward_sum: float, num_pairs: int) -> Self:  # noqa: ARG002
         """Return this loss with its state updated by one step; the sums are over all ranks."""

@@ -1,11 +1,11 @@
 """The registry of losses: names, parameters, and errors that suggest the right spelling."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar, dataclass_transform
 
 from thresher.errors import UserError, nearest
-from thresher.losses.base import Loss
+from thresher.losses.base import Loss, Modifier, Reward
 from thresher.losses.custom import load_loss
 
 _LOSSES: dict[str, type[Loss]] = {}
@@ -46,12 +46,27 @@ class LossRow:
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def register(cls: LossClass) -> LossClass:
-    """Make a loss class a frozen dataclass, and register it under its `name`."""
-    if cls.name in _LOSSES:
-        raise ValueError(f"two losses are named {cls.name}")
-    _LOSSES[cls.name] = dataclass(frozen=True)(cls)
-    return cls
+def register(
+    name: str,
+    *,
+    paper: str,
+    supports: Iterable[Modifier],
+    reward: Reward = "scores",
+    needs_reference: bool = True,
+    couples_pairs: bool = False,
+    compares_sides: bool = True,
+) -> Callable[[LossClass], LossClass]:
+    """Make a loss class a frozen dataclass with these class variables, and register it under its name."""
+    if name in _LOSSES:
+        raise ValueError(f"two losses are named {name}")
+
+    def add(cls: LossClass) -> LossClass:
+        cls.name, cls.paper, cls.supports, cls.reward = name, paper, frozenset(supports), reward
+        cls.needs_reference, cls.couples_pairs, cls.compares_sides = needs_reference, couples_pairs, compares_sides
+        _LOSSES[name] = dataclass(frozen=True)(cls)
+        return cls
+
+    return add
 
 
 def loss_names() -> list[str]:

@@ -52,13 +52,13 @@ class ModelInputs:
     scored_in_kept: Tensor | None = None
 
 
-def check_token_ids(batch: PairBatch, vocab_size: int | None) -> None:
-    """Reject ids that the models have no embedding for, before one indexes out of range; None: not known."""
-    if vocab_size is None:
-        return
+def _check_tokens(batch: PairBatch, vocab_size: int | None) -> None:
+    """Reject an empty prompt, and ids that the models have no embedding for, before one indexes out of range."""
     for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
+        if len(pair.prompt_ids) == 0:
+            raise UserError(f"pair {pair_id} has an empty prompt, so nothing predicts its first token")
         for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
-            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+            if vocab_size is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
                 outside = next(int(each) for each in ids if not 0 <= each < vocab_size)
                 raise UserError(
                     f"pair {pair_id} contains the token id {outside}, but the model's vocabulary has {vocab_size} "
@@ -91,7 +91,7 @@ class PackedLayout:
     """One row per micro-batch: the layouts `shared` and `packed`."""
 
     shares_prompt: bool
-    vocab_size: int | None = None  # of the smallest vocabulary
+    vocab_size: int | None = None  # of the smallest vocabulary; None: not known
     scores_prompt: bool = False  # all tokens but the first are scored, and not only the responses
     uses_varlen: bool = False  # `attn_implementation: varlen`
     # several sequences share a row, which plain causal attention would mix
@@ -103,12 +103,10 @@ class PackedLayout:
 
     def collate(self, batch: PairBatch) -> ModelInputs:
         """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
-        check_token_ids(batch, self.vocab_size)
+        _check_tokens(batch, self.vocab_size)
         row = _PackedRow([], [], [], [])
         sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
-        for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
-            if len(pair.prompt_ids) == 0:
-                raise UserError(f"pair {pair_id} has an empty prompt, so nothing predicts its first token")
+        for pair in batch.pairs:
             packed = self._pack_shared(row, pair) if self.shares_prompt else self._pack_separate(row, pair)
             for side, rows, ids, mask in zip(
                 sides, packed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
@@ -211,7 +209,7 @@ class PaddedLayout:
 
     def collate(self, batch: PairBatch) -> ModelInputs:
         """Pad and stack both sides; list the positions that predict scored tokens."""
-        check_token_ids(batch, self.vocab_size)
+        _check_tokens(batch, self.vocab_size)
         sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
         sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
         width = max(len(prompt) + len(response) for prompt, response, _ in sides)
@@ -220,10 +218,6 @@ class PaddedLayout:
         rows: list[TokenIds] = []
         targets: list[TokenIds] = []
         for i, (prompt, response, mask) in enumerate(sides):
-            if len(prompt) == 0:
-                raise UserError(
-                    f"pair {batch.pair_ids[i % len(batch)]} has an empty prompt, so nothing predicts its first token"
-                )
             end = len(prompt) + len(response)
             input_ids[i, : len(prompt)] = prompt
             input_ids[i, len(prompt) : end] = response

@@ -125,18 +125,12 @@ def slice_width(vocab: int, num_rows: int, *, on_gpu: bool) -> int:
     return width if width < _TILE else min(vocab, -(-width // _TILE) * _TILE)
 
 
-def target_logps(head: LMHead, rows: Tensor, targets: Tensor) -> Tensor:
-    """Log-probability of each target: rows [num_rows, hidden], targets [num_rows] -> [num_rows], fp32 or wider."""
-    return target_logps_and_entropy(head, rows, targets, with_entropy=False)[0]
-
-
 def target_logps_and_entropy(
     head: LMHead, rows: Tensor, targets: Tensor, *, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """`target_logps`, bitwise, and the entropy at each row in nats, without gradient: [num_rows] each.
+    """Logp of each target, and the entropy at each row in nats, without gradient: [num_rows] each, fp32 or wider.
 
-    From the same slices: one more elementwise product and sum of each, and under a vocab-parallel head
-    one more all-reduce of a number per row.
+    rows [num_rows, hidden], targets [num_rows]. The entropy comes from the same slices, and does not change a logp.
     """
     inputs = (rows, head.weight, head.bias, targets)
     logps, entropy = _TargetLogps.apply(*inputs, head, with_entropy)  # type: ignore[no-untyped-call]
@@ -159,13 +153,7 @@ def log_sum_squared_probs(head: LMHead, rows: Tensor) -> Tensor:
 class _TargetLogps(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        head: LMHead,
-        with_entropy: bool,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: LMHead, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         shards = head.vocab_parallel
         targets = targets if shards is None else targets - shards.offset
@@ -222,8 +210,9 @@ class _TargetLogps(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight[vocab] = head.product(errors.T, weighted_rows)
         if grad_rows is not None:
-            grad_rows = grad_rows if ctx.shards is None else ctx.shards.sum(grad_rows)
-            grad_rows = grad_rows.mul_(grad[:, None]).to(rows.dtype)
+            grad_rows = (
+                (grad_rows if ctx.shards is None else ctx.shards.sum(grad_rows)).mul_(grad[:, None]).to(rows.dtype)
+            )
         return grad_rows, grad_weight, grad_bias, None, None, None
 
 

@@ -109,7 +109,7 @@ def cheaper_meshes(estimate: Estimate) -> list[Proposal]:
 def search_meshes(estimate: Estimate) -> list[Proposal]:
     """All meshes that fit, each with its fastest settings, the fastest first."""
     fastest = [fastest_of_mesh(estimate, dims) for dims in possible_meshes(estimate)]
-    found = [_proposal(estimate, each) for each in fastest if each is not None]
+    found = [Proposal(_changes(estimate, each), each) for each in fastest if each is not None]
     return sorted(found, key=lambda proposal: proposal.estimate.step_seconds)
 
 
@@ -159,7 +159,10 @@ def fastest_of_mesh(estimate: Estimate, dims: ParallelDims) -> Estimate | None:
         except UserError:  # with other settings of the config
             continue
         for budget in _budgets(estimate):
-            candidates = (staged.but(training=_training(budget, recompute)) for recompute in recomputations)
+            candidates = (
+                staged.but(training={"max_tokens_per_micro_batch": budget, "gradient_checkpointing": recompute})
+                for recompute in recomputations
+            )
             # less recomputation is never slower
             fitting = next((each for each in candidates if each.fits), None)
             if fitting is not None:
@@ -175,10 +178,6 @@ def _strategies(estimate: Estimate, dims: ParallelDims) -> Iterator[dict[str, An
     splits = (False, True) if dims.tp > 1 and estimate.allows_sequence_parallel else (False,)
     for zero_stage, splits_rows in product((3,) if dims.fsdp_size == 1 else (3, 2, 1), splits):
         yield {"zero_stage": zero_stage, "sequence_parallel": splits_rows}
-
-
-def _training(budget: int | None, recompute: str) -> dict[str, Any]:
-    return {"max_tokens_per_micro_batch": budget, "gradient_checkpointing": recompute}
 
 
 def _budgets(estimate: Estimate) -> Sequence[int | None]:
@@ -198,12 +197,12 @@ def _same_pairs_per_step(estimate: Estimate, num_data_ranks: int) -> dict[str, A
     return {"gradient_accumulation_steps": accumulation}
 
 
-def _proposal(estimate: Estimate, found: Estimate) -> Proposal:
-    """Name the settings in which a mesh differs from the config."""
+def _changes(estimate: Estimate, found: Estimate) -> dict[str, Any]:
+    """Settings in which a mesh differs from the config."""
     own, other = estimate.config.actor_train.training_args, found.config.actor_train.training_args
-    changes: dict[str, Any] = {}
-    for prefix, before, after in ((_STRATEGY, estimate.settings, found.settings), (_TRAINING, own, other)):
-        for name in type(before).model_fields:
-            if getattr(before, name) != getattr(after, name):
-                changes[f"{prefix}.{name}"] = getattr(after, name)
-    return Proposal(changes, found)
+    return {
+        f"{prefix}.{name}": value
+        for prefix, before, after in ((_STRATEGY, estimate.settings, found.settings), (_TRAINING, own, other))
+        for name, value in after
+        if value != getattr(before, name)
+    }

@@ -22,14 +22,7 @@ State = Literal["finished", "stopped early", "stopped by health", "interrupted",
 _END_FILE = "trial.json"
 
 # shown next to the swept metric, if they were logged
-_SHOWN = (
-    "eval/rewards/accuracies",
-    "eval/loss",
-    "eval/kl",
-    "samples/reward",
-    "samples/win_rate",
-    "samples/kl",
-)
+_SHOWN = ("eval/rewards/accuracies", "eval/loss", "eval/kl", "samples/reward", "samples/win_rate", "samples/kl")
 _SHOWN_WITHOUT_EVALUATION = ("rewards/accuracies", "loss", "kl")
 # 97.5 % points of Student's t distribution by degrees of freedom
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)

@@ -149,7 +149,6 @@ def dense_attention(
     """Attend one segment at a time: the reference for the kernels, and for soft caps and windows on a CPU.
 
     query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, value dim].
-
     Memory is the sum of length * context_length over segments, not queries * rows.
     """
     # split and cat, not slices: the backward of a slice fills a tensor of the full row, that of a split is one cat
@@ -189,7 +188,7 @@ class _SplitRows:
 def _attend_densely(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
 ) -> Tensor:
-    """Attend from the last `length` positions to all `context` positions.
+    """Attend from the last `length` positions to all `context` positions up to them, at most `window` - 1 back.
 
     query [1, heads, length, dim], key and value [1, kv heads, context, dim] -> [1, heads, length, value dim].
     """
@@ -199,17 +198,11 @@ def _attend_densely(
     scores = (query.reshape(1, kv_heads, groups * length, -1) @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(1, kv_heads, groups, length, context).masked_fill(
-        ~_causal_window_mask(length, context, window, query.device), -torch.inf
-    )
+    positions = torch.arange(context, device=query.device)
+    distance = positions[context - length :, None] - positions
+    is_hidden = (distance < 0) | (distance >= (window or context))
+    scores = scores.view(1, kv_heads, groups, length, context).masked_fill(is_hidden, -torch.inf)
     # fp32 or wider: bf16 loses too much precision in a sum over many keys
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     out = weights.view(1, kv_heads, groups * length, context) @ value
     return out.view(1, heads, length, value.shape[-1])
-
-
-def _causal_window_mask(length: int, context: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, context] bool: True for the same and earlier positions, at most `window` - 1 back."""
-    distance = torch.arange(context - length, context, device=device)[:, None] - torch.arange(context, device=device)
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)

@@ -94,10 +94,7 @@ def copy_shard(source: Any, into: Tensor, path: str, name: str) -> None:
 
 
 def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.device | None = None) -> None:
-    """Give every parameter that is on the meta device uninitialized memory, and move buffers to a device.
-
-    `weights_on` is the device of the parameters, if it is a different one.
-    """
+    """Give parameters on the meta device memory on `weights_on` or the device, and move buffers to the device."""
     home = weights_on or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # allocating a tied parameter made two of it
@@ -129,7 +126,7 @@ def load_local_shards(
             if rank == replicas.rank:
                 reader.read(name, tensor)
             else:
-                reader.check(name, tensor)
+                reader.find(name, tuple(tensor.shape))
         return [(tensor, rank) for (_, tensor), rank in zip(stored, readers, strict=True)]
 
     if replicas.size == 1:
@@ -276,18 +273,15 @@ class SafetensorsReader:
 
     def read(self, name: str, into: Tensor) -> None:
         """Copy this process's shard of a tensor from its file."""
-        copy_shard(self._find(name, tuple(into.shape)), into, self._directory, name)
-
-    def check(self, name: str, into: Tensor) -> None:
-        """Raise if the files have no tensor of this name and shape; its values are not read."""
-        self._find(name, tuple(into.shape))
+        copy_shard(self.find(name, tuple(into.shape)), into, self._directory, name)
 
     def read_slices(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
         """Read a slice of a tensor, which must have this shape in full."""
-        values: Tensor = self._find(name, shape)[slices]
+        values: Tensor = self.find(name, shape)[slices]
         return values
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> Any:
+    def find(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Find a tensor of this name and shape; its values are not read yet."""
         if not self.has(name):
             raise missing_tensor(self._directory, name)
         stored = self._slices(name)

@@ -68,15 +68,8 @@ def _kept_rows_forward(
     cos, sin = rest["position_embeddings"]
     query = rotate(query, query, cos.index_select(1, rows), sin.index_select(1, rows))[0]
     key = rotate(key, key, cos, sin)[1]
-    attended, _ = pair_attention(
-        attention,
-        query,
-        key,
-        value,
-        rest["attention_mask"],
-        pair_visibility=pair_kept.visibility,
-        scaling=attention.scaling,
-    )
+    context = {"pair_visibility": pair_kept.visibility, "scaling": attention.scaling}
+    attended, _ = pair_attention(attention, query, key, value, rest["attention_mask"], **context)
     hidden = hidden_states.index_select(1, rows) + attention.o_proj(attended.flatten(2))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
@@ -132,7 +125,7 @@ def _norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out_dtype: torch.dtype | None = None) -> Tensor:
-    """weight * x / rms(x), computed in fp32 or wider; saves only x and one number per row."""
+    """weight * x / rms(x): [..., hidden] -> [..., hidden], in fp32 or wider; saves only x and one number per row."""
     out: Tensor = _RMSNorm.apply(x, weight, epsilon, out_dtype)  # type: ignore[no-untyped-call]
     return out
 
@@ -150,8 +143,6 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """weight * x / rms(x): [..., hidden] -> [..., hidden], computed in fp32 or wider, returned in out_dtype."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, out_dtype: torch.dtype | None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -175,8 +166,6 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _GatedSilu(torch.autograd.Function):
-    """silu(gate) * up, saving only gate and up."""
-
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)

@@ -1,6 +1,7 @@
 """Count what a step does, operation by operation: live bytes, collectives, FLOPs, and reads of device data by the host.
 
-The counters are dispatch modes, for real tensors and for the fake ones of a simulation.
+The counters are dispatch modes, for real tensors and for the fake ones of a simulation. In a simulation, `HostSide`
+computes on the host and pretends to compute on the device: what a step reads back is counted and gets a value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -27,21 +29,20 @@ from thresher.plan.simulate.request import Kind
 
 # for an all-gather count the output, for every other collective the input
 _KINDS: dict[str, Kind] = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
+    **dict.fromkeys(("_allgather_base_", "allgather_", "all_gather_into_tensor"), "all_gather"),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), "reduce_scatter"),
+    **dict.fromkeys(("allreduce_", "all_reduce", "all_reduce_"), "all_reduce"),
+    **dict.fromkeys(("alltoall_base_", "all_to_all_single"), "all_to_all"),
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "receive",
 }
 _WITHOUT_PAYLOAD = {"wait_tensor", "barrier", "_wrap_tensor_autograd"}
+_aten = torch.ops.aten
+_SCALAR_READS = {_aten._local_scalar_dense.default, _aten.item.default}
+# their results, or the sizes of them, depend on values
+_OF_VALUES = (_aten.equal, _aten.is_nonzero, _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim)
+_READS = _SCALAR_READS | {each.default for each in _OF_VALUES}
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _OWN = str(Path(__file__).resolve().parent)
 
@@ -67,9 +68,16 @@ class LiveBytes(TorchDispatchMode):
                     self._track(local.untyped_storage())
 
     def __enter__(self) -> LiveBytes:
-        self._resize = torch.UntypedStorage.resize_
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            made = resize(storage, size)
+            if id(storage) in self._sizes:
+                self._count(id(storage), storage.nbytes())
+            return made
+
         # FSDP2 frees gathered weights in this way
-        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[assignment,method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -83,16 +91,6 @@ class LiveBytes(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         self.add(tree_leaves(made))
         return made
-
-    @property
-    def _resized(self) -> Any:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            made = self._resize(storage, size)
-            if id(storage) in self._sizes:
-                self._count(id(storage), storage.nbytes())
-            return made
-
-        return resize_
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -150,19 +148,15 @@ class CommunicationCounter(TorchDispatchMode):
             if name not in _WITHOUT_PAYLOAD:
                 kind = _KINDS[name]
                 is_functional = func.namespace == "_c10d_functional"
-                payload = made if kind == "all_gather" and is_functional else _payload(name, args)
+                # (output, input, group, ...) in c10d where there are two tensors
+                first = args[1] if name in ("_reduce_scatter_base_", "alltoall_base_") else args[0]
+                payload = made if kind == "all_gather" and is_functional else first
                 tensors = [tensor for tensor in tree_leaves(payload) if isinstance(tensor, Tensor)]
                 ranks = tuple(get_process_group_ranks(_group_of(args)))
                 collective = Collective(kind, ranks, tensors[0].device.type, tensors[0].dtype == torch.float64)
                 self.calls_of[collective] += 1
                 self.payloads[collective] += sum(tensor.nbytes for tensor in tensors)
         return made
-
-
-def _payload(name: str, args: Any) -> Any:
-    """(output, input, group, ...) in c10d where there are two tensors."""
-    has_two = name in ("_reduce_scatter_base_", "alltoall_base_")
-    return args[1] if has_two else args[0]
 
 
 def _group_of(args: Any) -> ProcessGroup:
@@ -195,7 +189,76 @@ class OperationCounter(TorchDispatchMode):
         return made
 
 
-def calling_line() -> str:
+class HostSide(TorchDispatchMode):
+    """Keeps tensors of the host real, because lengths and indices are read from them.
+
+    reads: by file and line, how often the host waits for the device: a scalar is read, a size depends on values, or a
+    copy is not asynchronous.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        fake = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if fake and func in _READS:
+            return self._read(func, fake[0], args, kwargs)
+        if func is _aten.empty.memory_format and kwargs.get("pin_memory"):
+            # for offloaded activations, which the host does not read
+            buffer = func(*args, **kwargs | {"pin_memory": False})
+            buffer.is_page_locked = True
+            return buffer
+        if not fake and _stays_on_host(func, tensors, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        self._note_waits(func, tensors, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _read(self, func: Any, tensor: FakeTensor, args: Any, kwargs: Any) -> Any:
+        self.reads[_calling_line()] += tensor.device.type != "cpu"  # of what was copied before, there is no wait
+        if func in _SCALAR_READS:
+            return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.dtype.is_floating_point else 1)
+        if func in (_aten.equal.default, _aten.is_nonzero.default):
+            return True
+        if func is _aten.nonzero.default:  # every element
+            return tensor.new_zeros((tensor.numel(), tensor.ndim), dtype=torch.int64)
+        return func(*args, **kwargs)
+
+    def _note_waits(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> None:
+        if func is _aten._to_copy.default:
+            target = kwargs.get("device")
+            is_crossing = target is not None and torch.device(target).type != tensors[0].device.type
+            is_waiting = is_crossing and not (kwargs.get("non_blocking") and _is_pinned(tensors[0]))
+        elif func is _aten.copy_.default:
+            is_crossing = args[0].device.type != args[1].device.type
+            is_asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            is_waiting = is_crossing and not (is_asynchronous and all(map(_is_pinned, args[:2])))
+        else:
+            # without `unsafe`, segment_reduce compares the lengths with the data
+            is_waiting = func is _aten.segment_reduce.default and not kwargs.get("unsafe")
+        if is_waiting:
+            self.reads[_calling_line()] += 1
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    """Whether a copy from or to a tensor can be asynchronous: on the device, or in pinned memory of the host."""
+    return tensor.device.type != "cpu" or getattr(tensor, "is_page_locked", False)
+
+
+def _stays_on_host(func: Any, tensors: list[Tensor], kwargs: Any) -> bool:
+    """Whether an operation without fake tensors has its inputs and its result on the host."""
+    if func.namespace == "prim" or any(tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    device = kwargs.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _calling_line() -> str:
     """File and line of the innermost function of this package that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,22 +1,27 @@
 """One rank of a simulated run: the code of training builds the policy and makes steps, on fake tensors.
 
+Weights and adapters are allocated and never read. Attention is what a GPU returns and keeps for the backward, in shapes
+alone.
+
 Imported after __main__.py has changed torch.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
 
 from thresher.builders.engines import policy_spec, reference_spec
 from thresher.builders.inputs import find_layout
@@ -29,19 +34,21 @@ from thresher.distributed.tensors import copy_to_device
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import axis_sizes, build_infer, build_train
 from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.spec import ModelSource
 from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
 from thresher.models.attention.interface import KERNELS
+from thresher.models.loading.load_sharded import allocate, build_without_weights
+from thresher.models.loading.trained import TrainedParts
+from thresher.models.logps import base_model
 from thresher.observability.machine import peak_rss_bytes
-from thresher.plan.simulate.attention import attention_without_values
 from thresher.plan.simulate.counters import (
     CommunicationCounter,
+    HostSide,
     LiveBytes,
     OperationCounter,
     leave_shapes_uncounted,
 )
-from thresher.plan.simulate.host_side import HostSide
 from thresher.plan.simulate.request import CountedAxis, CountedCollective, Kind, RankRequest, RankResult
-from thresher.plan.simulate.source import SourceWithoutValues, TrainedPartsWithoutValues
 
 # one token id for all tokens: no value is ever computed
 _TOKEN = 3
@@ -84,7 +91,7 @@ class _Step:
         config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
         layout = find_layout(config)[1]
         spec = policy_spec(config, layout, device, world)
-        source, trained = SourceWithoutValues.of(spec.source), TrainedPartsWithoutValues.of(spec.trained)
+        source, trained = SourceWithoutValues(**vars(spec.source)), TrainedPartsWithoutValues(**vars(spec.trained))
         # uncompiled: a compiler needs values
         self._policy = build_train(replace(spec, source=source, trained=trained, compilation=None))
         self._score: Callable[[PairBatch], ChosenRejectedLogps] | None = None
@@ -92,9 +99,8 @@ class _Step:
             self._score = self._policy.score_base
         elif request.reference == "copy":
             frozen = reference_spec(config, layout, device, world, config.actor_train)
-            self._score = build_infer(
-                replace(frozen, source=SourceWithoutValues.of(frozen.source), compilation=None)
-            ).score
+            source = SourceWithoutValues(**vars(frozen.source))
+            self._score = build_infer(replace(frozen, source=source, compilation=None)).score
         self._objective = build_objective(config)
         self.settings: FSDP2Settings = config.actor_train.strategy_args.settings
         self._request, self._device = request, device
@@ -141,35 +147,94 @@ def _counted(
     communication: CommunicationCounter, request: RankRequest, settings: FSDP2Settings
 ) -> list[CountedCollective]:
     dims = axis_sizes(settings, request.num_processes)
-    found: Counter[tuple[CountedAxis, Kind, int, bool]] = Counter()
-    calls: Counter[tuple[CountedAxis, Kind, int, bool]] = Counter()
+    found: dict[tuple[CountedAxis, Kind, int, bool], CountedCollective] = {}
     for each, payload in communication.payloads.items():
-        on_host = each.device == "cpu"
-        axis: CountedAxis = (
-            "step" if on_host or each.is_of_numbers else axis_of(each.kind, each.ranks, dims, request.rank)
-        )
-        key = axis, each.kind, len(each.ranks), on_host
-        found[key] += payload
-        calls[key] += communication.calls_of[each]
-    return [
-        CountedCollective(axis, kind, size, calls[axis, kind, size, on_host], payload, on_host)
-        for (axis, kind, size, on_host), payload in found.items()
-    ]
+        on_host, size, calls = each.device == "cpu", len(each.ranks), communication.calls_of[each]
+        is_of_step = on_host or each.is_of_numbers
+        axis: CountedAxis = "step" if is_of_step else axis_of(each.kind, each.ranks, dims, request.rank)
+        key = axis, each.kind, size, on_host
+        before = found.get(key, CountedCollective(axis, each.kind, size, 0, 0, on_host))
+        found[key] = replace(before, calls=before.calls + calls, payload=before.payload + payload)
+    return list(found.values())
 
 
 def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> CountedAxis:
     """The axis whose processes exchange device data in a group of ranks."""
     if kind in ("send", "receive", "broadcast"):
         return "pp"
+    is_of_fsdp = kind in ("all_gather", "reduce_scatter")
     mesh = np.arange(dims.num_processes).reshape(dims.sizes)
     own = np.argwhere(mesh == rank)[0]
     for number, axis in enumerate(AXES):
         index = tuple(slice(None) if each == number else at for each, at in enumerate(own))
         if set(ranks) <= set(mesh[index].tolist()):
             # FSDP2 shards over dp_shard and cp
-            return (
-                "dp_shard" if axis == "cp" and kind in ("all_gather", "reduce_scatter") else cast("CountedAxis", axis)
-            )
-    if kind in ("all_gather", "reduce_scatter"):
+            return "dp_shard" if axis == "cp" and is_of_fsdp else cast("CountedAxis", axis)
+    if is_of_fsdp:
         return "dp_shard"
     raise ValueError(f"a {kind} of the ranks {ranks} is along no axis")
+
+
+class SourceWithoutValues(ModelSource):
+    """The model of a path by its config alone."""
+
+    def load(self) -> PreTrainedModel:
+        return self.empty()
+
+    def empty_to_share(self) -> None:
+        return None
+
+    def move(self, module: nn.Module, device: torch.device) -> nn.Module:
+        allocate(base_model(module), device)  # `Module.to` copies values, and there are none
+        return module
+
+    def empty(self) -> PreTrainedModel:
+        # plain tensors on the meta device: a module cannot replace parameters that are fake already
+        with _disable_current_modes():
+            return build_without_weights(self.named_path, **self._settings)
+
+    @property
+    def shards_path(self) -> None:
+        return None
+
+
+class TrainedPartsWithoutValues(TrainedParts):
+    """The trained part of such a model."""
+
+    def apply(self, model: PreTrainedModel, frozen_dtype: torch.dtype | None = None) -> nn.Module:
+        with _disable_current_modes():
+            return super().apply(model, frozen_dtype)
+
+
+def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+# one operation, whose results selective recomputation keeps
+_LIBRARY = torch.library.Library("thresher", "FRAGMENT")
+_LIBRARY.define("attention_without_values(Tensor query, Tensor value) -> (Tensor, Tensor)")
+_LIBRARY.impl("attention_without_values", _outputs, "CompositeExplicitAutograd")
+
+
+class _Attention(torch.autograd.Function):
+    """FlexAttention keeps its inputs, its output and the fp32 log-sum-exp of each query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor
+        out, log_sums = torch.ops.thresher.attention_without_values(query, value)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, log_sums = ctx.saved_tensors
+        torch.empty_like(log_sums)  # sums over the products of outputs and their gradients
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def attention_without_values(query: Tensor, key: Tensor, value: Tensor, *_settings: Any) -> Tensor:
+    """Stand in for the attention kernel of GPUs."""
+    out: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return out
