@@ -82,6 +82,11 @@ def test_state_is_not_a_parameter():
         make_loss("bco_pair", {"delta": 1.0})
 
 
+def test_the_parameter_of_one_loss_takes_precedence_over_that_of_all():
+    sigmoid, bco = make_losses(["sigmoid", "bco_pair"], {"beta": 0.1}, {"sigmoid": {"beta": 0.5}})
+    assert (sigmoid.beta, bco.beta) == (0.5, 0.1)
+
+
 def test_several_losses_share_the_parameters_they_have():
     sigmoid, bco, sft = make_losses(["sigmoid", "bco_pair", "sft"], {"beta": 0.3, "label_smoothing": 0.1})
     assert sigmoid == make_loss("sigmoid", {"beta": 0.3, "label_smoothing": 0.1})
