@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -72,14 +72,6 @@ class TokenCounts:
         return TokenCounts(self.useful + other.useful, self.padding + other.padding, self.shared + other.shared)
 
 
-class ExecutedBatches(NamedTuple):
-    """What a step's backward returns besides gradients."""
-
-    tokens: TokenCounts
-    # of loss terms that do not depend on logps
-    metrics: Metrics = {}
-
-
 class MicroBatchExecutor(Protocol):
     """Runs a step's micro-batches through the model, sequentially or with a pipeline schedule."""
 
@@ -93,8 +85,10 @@ class MicroBatchExecutor(Protocol):
         *,
         statistics: TokenStatistics,
         loss_scale: float | None = None,
-    ) -> ExecutedBatches:
+    ) -> tuple[TokenCounts, Metrics]:
         """Score each batch and run the backward of loss_fn(index of the batch, its logps), in any order.
+
+        Return the tokens, and the metrics of loss terms that do not depend on logps.
 
         An executor may add a term of the model itself to the loss, such as the balance of its experts, times
         loss_scale, which loss_fn contains already. In a pipeline only the last stage has logps, so only its processes
@@ -146,9 +140,9 @@ def accumulate_gradients(
         return _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
 
     batches = [micro.pairs for micro in micro_batches]
-    executed = executor.backward(batches, loss_fn, statistics=objective.statistics, loss_scale=loss_scale)
+    tokens, of_model = executor.backward(batches, loss_fn, statistics=objective.statistics, loss_scale=loss_scale)
     local = merge_metrics(metrics) or empty_metrics(objective)
-    return LocalStepResult(local | executed.metrics, executed.tokens, scored_pairs)
+    return LocalStepResult(local | of_model, tokens, scored_pairs)
 
 
 def _accumulate_coupled(
@@ -192,14 +186,14 @@ def _accumulate_coupled(
 
     batches = [micro.pairs for micro in micro_batches]
     # the derivative from pass 1 already contains all that the loss needs besides the logps
-    executed = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
+    tokens, of_model = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
     pair_ids = np.concatenate([np.zeros(0, dtype=np.int64), *[batch.pair_ids for batch in batches]])
     per_pair = output.per_pair.detach()[start : start + own.num_pairs]
     scored = ScoredPairs(pair_ids, own.policy.detach(), own.reference, per_pair)
     # every rank and pipeline stage has the metrics of the whole step, and they are summed over both later
-    local_metrics = dp_group.metrics_group.only_on_rank0(output.metrics) | executed.metrics
-    return LocalStepResult(local_metrics, executed.tokens, [scored])
+    local_metrics = dp_group.metrics_group.only_on_rank0(output.metrics) | of_model
+    return LocalStepResult(local_metrics, tokens, [scored])
 
 
 class _MicroBatchClock:

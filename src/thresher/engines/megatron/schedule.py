@@ -15,7 +15,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from thresher.data.pair import PairBatch
-from thresher.engines.accumulate import ExecutedBatches, LossFn, TokenCounts
+from thresher.distributed.groups import Metrics
+from thresher.engines.accumulate import LossFn, TokenCounts
 from thresher.engines.megatron.model import MegatronPairModel
 from thresher.engines.native.sequential import (
     DUMMY_BATCH,
@@ -62,10 +63,10 @@ class ScheduleExecutor:
         *,
         statistics: TokenStatistics,
         loss_scale: float | None = None,  # noqa: ARG002  # of the protocol
-    ) -> ExecutedBatches:
+    ) -> tuple[TokenCounts, Metrics]:
         """Run the schedule; no stage adds a term to the loss."""
         if not batches:
-            return ExecutedBatches(TokenCounts())
+            return TokenCounts(), {}
         inputs = self._collate(batches)
 
         def loss(index: int, scored: ScoredTokens) -> tuple[Tensor, Any]:
@@ -74,7 +75,7 @@ class ScheduleExecutor:
 
         self._run_schedule(inputs, statistics, loss, forward_only=False)
         is_last = self.chunks[0].groups.is_last_stage
-        return ExecutedBatches(count_step_tokens(inputs, batches) if is_last else TokenCounts())
+        return count_step_tokens(inputs, batches) if is_last else TokenCounts(), {}
 
     @torch.no_grad()
     def check_logps(self, batch: PairBatch) -> None:

@@ -24,7 +24,8 @@ from torch.distributed.pipelining import (
 )
 
 from thresher.data.pair import PairBatch
-from thresher.engines.accumulate import ExecutedBatches, LossFn, TokenCounts
+from thresher.distributed.groups import Metrics
+from thresher.engines.accumulate import LossFn, TokenCounts
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.fsdp import GradientSync
 from thresher.engines.native.parallelize import PipelineStageInfo
@@ -90,14 +91,14 @@ class PipelineExecutor:
         *,
         statistics: TokenStatistics,
         loss_scale: float | None = None,  # noqa: ARG002  # of the protocol
-    ) -> ExecutedBatches:
+    ) -> tuple[TokenCounts, Metrics]:
         """Run the schedule; no stage adds its own term to the loss."""
         if not batches:
-            return ExecutedBatches(TokenCounts())
+            return TokenCounts(), {}
         run = self._collate(batches, statistics, loss_fn)
         with self.model.trained_weights_cast_once():
             self._run_schedule(run)
-        return ExecutedBatches(count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts())
+        return count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts(), {}
 
     @torch.no_grad()
     def check_logps(self, batch: PairBatch) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from thresher.config.roles import ModelArgs
 from thresher.data.pair import Pair, PairBatch
 from thresher.distributed.groups import DataParallelGroup, Group, Metrics
-from thresher.engines.accumulate import ExecutedBatches, LossFn, MicroBatchExecutor, TokenCounts
+from thresher.engines.accumulate import LossFn, MicroBatchExecutor, TokenCounts
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics, map_tensors
 from thresher.models.forward_check import check_logps
@@ -85,7 +85,7 @@ class SequentialExecutor:
         *,
         statistics: TokenStatistics,
         loss_scale: float | None = None,
-    ) -> ExecutedBatches:
+    ) -> tuple[TokenCounts, Metrics]:
         tokens = TokenCounts()
         factors: list[float] = []
         metrics: Metrics = {}
@@ -103,7 +103,7 @@ class SequentialExecutor:
                     loss = loss + share * (1.0 if loss_scale is None else loss_scale)
                 self.run_backward(loss, index == len(batches) - 1)
                 tokens += batch_tokens
-        return ExecutedBatches(tokens, metrics)
+        return tokens, metrics
 
     def check_logps(self, batch: PairBatch) -> None:
         check_logps(self.model, self.layout, batch)
