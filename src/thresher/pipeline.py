@@ -23,7 +23,6 @@ from thresher.builders.run import (
     check_not_stopped,
     describe_run,
     describe_unfinished_stop,
-    logging_dir,
     run_facts,
     summarize_run,
     track,
@@ -47,7 +46,7 @@ from thresher.runtime.launch import find_launch, fit_to_launch
 from thresher.runtime.open import lead, open_runtime
 from thresher.sampling.judges import SampleLog, judge_answers
 from thresher.training.loop import RunLogs, evaluate, fit
-from thresher.training.preemption import stop_file, stop_on_signals
+from thresher.training.preemption import stop_on_signals
 from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
 
@@ -169,11 +168,11 @@ class DPOPipeline:
         logger.info("checking the config, its files and its models", extra=PHASE)
         inputs = RunInputs(config, self._build_store)
         warnings = [*file_warnings, *check_inputs(inputs)]
-        with lock_run(Path(config.output_dir)), run_log(logging_dir(config)):
+        with lock_run(Path(config.output_dir)), run_log(config.log_dir):
             for text in warnings:
                 logger.warning("%s", text)
             with durable.translate_os_errors("could not remove the stop file of an earlier run"):
-                stop_file(config).unlink(missing_ok=True)  # left by an earlier run
+                config.stop_file.unlink(missing_ok=True)  # left by an earlier run
             yield inputs
 
     def _find_checkpoint(self) -> Path | None:
@@ -220,7 +219,7 @@ class DPOPipeline:
             return found
 
         trackers, judge = build_tracking(config, self._console, callbacks), build_judge(config)
-        log_dir = logging_dir(config)
+        log_dir = config.log_dir
 
         with self._start(inputs, supervisor.clock, checkpoint, fall_back) as run:
             facts = run_facts(run.inputs, run.devices, run.report.parameter_counts)
@@ -233,7 +232,7 @@ class DPOPipeline:
 
             resume_step = supervisor.resume_step
             with (
-                stop_on_signals(stop_file(config), config.graceful_stop_timeout, self._report_unfinished_stop),
+                stop_on_signals(config.stop_file, config.graceful_stop_timeout, self._report_unfinished_stop),
                 track(trackers, run.inputs, resume_step=resume_step) as skipped,
                 watch_health(run.inputs, trackers, run.checkpoint, resume_step=resume_step) as watched,
             ):

@@ -13,7 +13,7 @@ import pytest
 from tests.support.compared_runs import merge, metric_log
 from tests.support.paths import ROOT
 from tests.support.small_runs import assert_same_run, last_weights, mode_of, open_small_inputs
-from thresher.builders.run import build_tracking, logging_dir, track
+from thresher.builders.run import build_tracking, track
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.observability.log_files import EVAL_PAIRS
@@ -84,7 +84,7 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         started.begin()
         trackers = build_tracking(config, None)
         with track(trackers, started.inputs, resume_step=None) as skipped:
-            log = StepLog(logging_dir(config) / EVAL_PAIRS, None)
+            log = StepLog(config.log_dir / EVAL_PAIRS, None)
             logs = RunLogs(trackers, skipped, keep_pairs=lambda step, pairs: log.write(pairs.to_json(step)))
             fit(started, config, inputs.plan, logs)
 

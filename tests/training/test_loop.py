@@ -16,7 +16,6 @@ from thresher.checkpoint.manifest import read_manifest
 from thresher.errors import RunStopped
 from thresher.observability.trackers.jsonl import StepLog
 from thresher.training.loop import RunLogs, fit
-from thresher.training.preemption import stop_file
 
 
 def saved_metrics(run: TinyRun) -> dict[str, set[str]]:
@@ -56,10 +55,10 @@ def test_a_run_resumed_in_an_epoch_ends_as_if_it_had_never_stopped(base):
     whole = build_run(merge(base, {**changes, "output_dir": f"{base['output_dir']}-whole"}), pairs, held_out)
     whole.fit()
     stopped = build_run(merge(base, changes), pairs, held_out)
-    stopped = replace(stopped, log=StopRequest(3, stop_file(stopped.config)))
+    stopped = replace(stopped, log=StopRequest(3, stopped.config.stop_file))
     with pytest.raises(RunStopped, match="after step 4"):
         stopped.fit()
-    stop_file(stopped.config).unlink()
+    stopped.config.stop_file.unlink()
     resumed = build_run(merge(base, changes), pairs, held_out)
     resumed.trainer.resume(Path(base["output_dir"]) / "checkpoints" / "step-00000004")
     resumed.fit()
@@ -117,7 +116,7 @@ class StopRequest(MetricsInMemory):
 
 def run_with_stop_after(step: int, base: dict[str, Any]) -> TinyRun:
     run = build_run(base, noise_pairs(12))
-    return replace(run, log=StopRequest(step - 1, stop_file(run.config)))
+    return replace(run, log=StopRequest(step - 1, run.config.stop_file))
 
 
 def test_a_stop_saves_the_current_step_and_ends_the_run(base):
@@ -162,9 +161,9 @@ def test_a_slow_step_is_discarded_and_the_resumed_run_ends_as_if_it_had_never_st
     expected = torch.get_rng_state()
     torch.manual_seed(0)
     with pytest.raises(RunStopped, match=r"after step 3 \(checkpoint saved\)"):
-        replace(stopped, log=StopRequest(3, stop_file(stopped.config))).fit()
+        replace(stopped, log=StopRequest(3, stopped.config.stop_file)).fit()
     assert saved_metrics(stopped).keys() == {"step-00000003"}
-    stop_file(stopped.config).unlink()
+    stopped.config.stop_file.unlink()
     torch.manual_seed(1)
     resumed.trainer.resume(Path(resumed.config.output_dir) / "checkpoints" / "step-00000003")
     resumed.fit()
@@ -177,7 +176,7 @@ def test_a_slow_step_is_discarded_and_the_resumed_run_ends_as_if_it_had_never_st
 def test_a_step_that_is_discarded_after_a_resume_needs_no_new_checkpoint(base):
     values = merge(base, {**MICRO_BATCHES, "save_steps": 2})
     first, again = (build_run(values, noise_pairs(12)) for _ in range(2))
-    file = stop_file(first.config)
+    file = first.config.stop_file
     file.parent.mkdir()
     file.touch()
     with pytest.raises(RunStopped, match=r"before the first step was complete \(nothing to save\)"):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from thresher import __version__
 from thresher.builders.checkpoints import build_checkpoint_manager
-from thresher.builders.run import logging_dir
 from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
 from thresher.errors import UserError
@@ -58,7 +57,7 @@ class TrainResult:
 
 def read_records(config: DPOConfig) -> list[dict[str, Any]]:
     """Read the metrics that a run has logged; none before it starts."""
-    path = logging_dir(config) / METRICS
+    path = config.log_dir / METRICS
     return jsonl.read_metrics(path) if path.is_file() else []
 
 
@@ -74,7 +73,7 @@ def mean_loss(records: Sequence[dict[str, Any]]) -> float:
 def trainer_state(config: DPOConfig, args: SimpleNamespace) -> TrainerState:
     """Rebuild transformers' TrainerState from the files of a run."""
     state = read_state(read_records(config), args)
-    description = logging_dir(config) / DESCRIPTION
+    description = config.log_dir / DESCRIPTION
     state.max_steps = load_json(description)["num_steps"] if description.is_file() else state.global_step
     state.train_batch_size = config.actor_train.training_args.per_device_train_batch_size
     best = build_checkpoint_manager(config).best()

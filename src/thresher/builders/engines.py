@@ -157,7 +157,8 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
             f"{' or '.join(strategy.dtypes)}"
         )
     if not strategy.adapters and args.has_adapter:
-        raise UserError(f"{section}: {role.strategy_name} does not support LoRA adapters; use fsdp2_train")
+        kind = "train" if is_policy else "infer"
+        raise UserError(f"{section}: {role.strategy_name} does not support LoRA adapters; use fsdp2_{kind}")
     if strategy.check is None:
         return
     trusts = args.trust_remote_code if is_policy else config.trusts_reference_code

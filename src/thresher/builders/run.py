@@ -37,18 +37,12 @@ from thresher.observability.trackers.tracker import START_OVER, RunInfo, Tracker
 from thresher.redact import redact
 from thresher.reference.step_zero_check import tolerance
 from thresher.training.loop import MetricLogger
-from thresher.training.preemption import stop_file
 from thresher.training.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from thresher.observability.trackers.console import ConsoleTracker
 
 logger = logging.getLogger(__name__)
-
-
-def logging_dir(config: DPOConfig) -> Path:
-    """Directory of the metrics and logs of a run."""
-    return Path(config.logging_dir or Path(config.output_dir) / "logs")
 
 
 def describe_unfinished_stop(config: DPOConfig) -> str:
@@ -66,7 +60,7 @@ def build_supervisor(config: DPOConfig, damaged: DamagedCheckpoints, clock: Phas
     return Supervisor(
         config.max_restarts if config.uses_ray else 0,
         latest_checkpoint=lambda: checkpoints.find_to_resume("auto", damaged),
-        recovery_log=logging_dir(config) / RECOVERIES,
+        recovery_log=config.log_dir / RECOVERIES,
         damaged=damaged,
         clock=clock,
     )
@@ -90,7 +84,7 @@ def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackT
     return CallbackTracker(
         callbacks,
         SimpleNamespace(**foreign().trl_arguments(config)),
-        stop_file(config),
+        config.stop_file,
         lambda: {step: path for path in list_checkpoints(root) if (step := step_of(path)) is not None},
     )
 
@@ -103,7 +97,7 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
         values["actor_train"]["training_args"]["max_tokens_per_micro_batch"] = inputs.max_tokens
     run = RunInfo(
         exp_name=config.exp_name,
-        run_dir=logging_dir(config),
+        run_dir=config.log_dir,
         config=redact(values),
         total_steps=plan.num_steps,
         total_pairs=plan.num_visits,
@@ -186,7 +180,7 @@ def describe_run(inputs: RunInputs, facts: Mapping[str, str]) -> None:
     }
     text = json.dumps(redact(description), ensure_ascii=False, indent=1)
     with translate_os_errors():
-        durable.replace(logging_dir(config) / DESCRIPTION, text.encode("utf-8", errors="replace"))
+        durable.replace(config.log_dir / DESCRIPTION, text.encode("utf-8", errors="replace"))
 
 
 def _describe_store(store: PairStore | None, *, has_report: bool) -> dict[str, Any] | None:
@@ -227,7 +221,7 @@ def check_not_stopped(config: DPOConfig, checkpoint: Path | None) -> None:
     if checkpoint is None or config.health != "stop":
         return
     step = read_manifest(checkpoint).step
-    rules = rules_that_stopped(logging_dir(config), step)
+    rules = rules_that_stopped(config.log_dir, step)
     if rules and not config_changes(checkpoint, config):
         raise HealthStopped(step, rules)
 
@@ -241,7 +235,7 @@ def watch_health(
     if config.health == "off":
         yield log
         return
-    directory, stop = logging_dir(config), stop_file(config)
+    directory, stop = config.log_dir, config.stop_file
     stopped_by = [] if checkpoint is None else rules_that_stopped(directory, read_manifest(checkpoint).step)
     events = StepLog(directory / HEALTH, resume_step)
     if checkpoint is not None and stopped_by:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thresher.cli.arguments import ConfigFile, Overrides
@@ -34,7 +33,7 @@ def _train(config: DPOConfig) -> None:
     from thresher.cli.prepare import build_and_report
     from thresher.cli.run_display import run_display, silence_loud_loggers
 
-    log_directory, log_progress = Path(config.logging_dir or Path(config.output_dir) / "logs"), progress_lines()
+    log_directory, log_progress = config.log_dir, progress_lines()
     with run_display(log_directory) as console:
 
         def show_progress(what: str, done: int, total: int) -> None:

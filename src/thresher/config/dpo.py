@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
@@ -277,6 +278,16 @@ class DPOConfig(LossConfig):
     @property
     def pairs_per_step(self) -> int:
         return self.actor_train.training_args.pairs_per_step(self.actor_train.num_data_ranks)
+
+    @property
+    def log_dir(self) -> Path:
+        """Directory of the metrics and logs of a run."""
+        return Path(self.logging_dir or Path(self.output_dir) / "logs")
+
+    @property
+    def stop_file(self) -> Path:
+        """The file that requests a stop; absolute, since workers may have another working directory."""
+        return Path(self.output_dir).resolve() / "stop"
 
     @property
     def policy_path(self) -> str | None:

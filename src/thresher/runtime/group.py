@@ -14,7 +14,6 @@ from thresher.builders.hardware import Hardware
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import ProgressCallback, log_scored
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
-from thresher.builders.run import logging_dir
 from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.errors import RescaleRequested
@@ -54,7 +53,7 @@ class LocalRanks:
 
     def __init__(self, config: DPOConfig):
         self.rank = PolicyRank(0, 1, device_of(config.actor_train))
-        self.rank.open(config, logging_dir(config).resolve())
+        self.rank.open(config, config.log_dir.resolve())
 
     def __len__(self) -> int:
         return 1

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from thresher.builders.run import logging_dir
 from thresher.distributed.groups import is_lost_connection
 from thresher.errors import PeerError, UserError, exit_code_of
 from thresher.observability.heartbeat import heartbeat
@@ -34,7 +33,7 @@ from thresher.runtime.launch import Launch
 from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
 from thresher.runtime.rank import PolicyRank
 from thresher.runtime.stalls import watch_stalls
-from thresher.training.preemption import stop_file, stop_on_signals
+from thresher.training.preemption import stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class LaunchSession:
                 except Exception as error:
                     raise SystemExit(self._report(error, rank)) from error
                 if method == "begin":  # as rank 0 does now
-                    stack.enter_context(stop_on_signals(stop_file(rank.config), rank.config.graceful_stop_timeout))
+                    stack.enter_context(stop_on_signals(rank.config.stop_file, rank.config.graceful_stop_timeout))
                 self.store.add(f"done/{number}", 1)
         (code,) = arguments
         if not code:
@@ -238,7 +237,7 @@ class LaunchSession:
             name = f"rank {self.launch.rank} of {self.launch.size}"
             message = f"{name} failed: {cause!r}"
             if rank.is_open:
-                message += f"; see {worker_log(logging_dir(rank.config), _ROLE, self.launch.rank)}"
+                message += f"; see {worker_log(rank.config.log_dir, _ROLE, self.launch.rank)}"
             logger.error("%s failed", name, exc_info=cause)
         self._publish_failure(message, code)
         return code

@@ -19,7 +19,6 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from thresher.builders.reference_mode import ReferenceMode
-from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig, parse_config
 from thresher.distributed.groups import PEER_TIMEOUT
 from thresher.redact import MASK, redact
@@ -50,7 +49,7 @@ class LaunchedRank(PolicyRank):
         warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
         environment = config.environment_of(_ROLE)
         os.environ.update(environment)
-        log_dir = logging_dir(config).resolve()
+        log_dir = config.log_dir.resolve()
         self._device = device_of_rank(self._launch, config)
         if self._rank and (warning := self.open_log(log_dir, _ROLE, logging.INFO, sorted(environment))):
             logger.error("%s", warning)

@@ -13,7 +13,6 @@ from typing import Any
 
 from thresher import durable
 from thresher.builders.checkpoints import changed_settings
-from thresher.builders.run import logging_dir
 from thresher.checkpoint.json_io import encode, load_json
 from thresher.config import DPOConfig
 from thresher.errors import UserError
@@ -79,7 +78,7 @@ class Sweep:
                 # ASHA compares with the trials that have ended, which report what they logged
                 self._run_trials(range(len(ends)) if self.settings.asha else due)
             results = [
-                read_result(trial, read_end(Path(config.output_dir)) or _DIED, logging_dir(config))
+                read_result(trial, read_end(Path(config.output_dir)) or _DIED, config.log_dir)
                 for trial, config in zip(self._trials, self._configs, strict=True)
             ]
             self._write(results)
@@ -103,7 +102,7 @@ class Sweep:
                 environment=environment,
                 working_dir=Path.cwd(),
                 directory=self.run_dirs[index].resolve(),
-                log=logging_dir(self._configs[index]).resolve() / METRICS,
+                log=self._configs[index].log_dir.resolve() / METRICS,
                 metric=settings.metric,
                 interrupt_file=interrupt_file,
             )

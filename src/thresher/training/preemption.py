@@ -16,18 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from thresher.config import DPOConfig
 from thresher.errors import RescaleRequested, RunStopped, WorkerError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
 # for the last message: a lock of a handler or of the terminal may be held forever
 _SECONDS_TO_REPORT = 5.0
-
-
-def stop_file(config: DPOConfig) -> Path:
-    """The file that requests a stop; absolute, since workers may have another working directory."""
-    return Path(config.output_dir).resolve() / "stop"
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from thresher.reference.scorers import Reference, ReferenceScorer
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.sampler import AnswerSampler
 from thresher.training.lr_schedule import LRSchedule
-from thresher.training.preemption import stop_file
 from thresher.training.records import (
     EvaluatedPairs,
     PairSampler,
@@ -98,7 +97,7 @@ class RankTrainer:
         self._schedule = schedule
         self._checkpoints, self._identity = checkpoints, identity
         self._background = AsyncSaver(checkpoints, engine.dp_group.world.clone_for_thread)
-        self._stop_file = stop_file(config)
+        self._stop_file = config.stop_file
         self._collective_timeout = timedelta(seconds=config.heartbeat_timeout)  # inside a step after warm-up
         self._sampler = sampler
         self.last_evaluation: dict[str, float] = {}

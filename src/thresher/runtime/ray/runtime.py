@@ -15,7 +15,6 @@ from thresher.builders.hardware import Hardware
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import look_up
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
-from thresher.builders.run import logging_dir
 from thresher.config import DPOConfig
 from thresher.observability.timing import PhaseClock
 from thresher.runtime.devices import CPU
@@ -112,7 +111,7 @@ class RayRuntime(Runtime):
                 cluster.close()
 
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
-        log_dir = logging_dir(self.config)
+        log_dir = self.config.log_dir
         environment = self.config.environment_of(role)
         cluster = Cluster(role, worker_cls, self._resources, environment, self._monitor, log_dir)
         uses_gpu = bool(getattr(self.config, role).device_mapping)
@@ -125,7 +124,7 @@ class RayRuntime(Runtime):
         return cluster
 
     def _open(self, cluster: Cluster) -> list[Call]:
-        directory = logging_dir(self.config).resolve()  # a worker may have another working directory
+        directory = self.config.log_dir.resolve()  # a worker may have another working directory
         return cluster.submit("take", self.config, cluster.name, directory, logger.getEffectiveLevel())
 
 
