@@ -106,7 +106,7 @@ class DPOTrainer:
             raise AttributeError(absent_attribute(name))
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
-        """Train, or resume as resume_from_checkpoint says, as in the config; after an interrupt, call it again."""
+        """Train, or resume the run of output_dir, as resume_from_checkpoint says; call it again after an interrupt."""
         added = {} if resume_from_checkpoint is None else {"resume_from_checkpoint": resume_from_checkpoint}
         config = self._complete(self.config, added)
         evaluation: dict[str, float] = {}

@@ -130,8 +130,8 @@ def verify(directory: Path, *, digests: Digests = True) -> Manifest:
     return manifest
 
 
-def is_same_checkpoint(new: Path, old: Path) -> bool:
-    """Return whether an older checkpoint is valid and has the same manifest."""
+def has_same_files(new: Path, old: Path) -> bool:
+    """Return whether an older checkpoint is valid, and its manifest is the same."""
     try:
         verify(old)
     except CheckpointError:

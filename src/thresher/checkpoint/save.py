@@ -22,14 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from thresher import durable
-from thresher.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
-    is_same_checkpoint,
-    list_files,
-    record_files,
-    write_manifest,
-)
+from thresher.checkpoint.manifest import FileRecord, Manifest, has_same_files, list_files, record_files, write_manifest
 from thresher.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -103,7 +96,7 @@ def publish(
             known |= record_files(staging.path, [name for name in names if name not in known])
             write_manifest(staging.path, Manifest(staging.step, known, metrics or {}))
             durable.sync_directory(staging.path)
-            if not is_same_checkpoint(staging.path, target):
+            if not has_same_files(staging.path, target):
                 _replace(staging.path, target)
             durable.sync_directory(root)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,8 @@ def demo(
     run, page = output / "run", output / "report.html"
     _run("check", config)
     _run("prepare", "--config", config, "--output", output / "store")
-    _run("plan", config)  # its exit code says whether the run fits on GPUs that the demo does not need
+    with suppress(typer.Exit):  # the exit code says whether the run fits on GPUs that the demo does not need
+        _run("plan", config)
     _run("train", config)
     _run("export", run, "--output", output / "exported")
     _show_gain(run)
@@ -95,5 +97,8 @@ def _run(name: str, *arguments: str | Path) -> None:
 
     words = [name, *map(str, arguments)]
     progress_console().print(f"\n$ thresher {' '.join(words)}", markup=False, style="bold", soft_wrap=True)
-    commands: Any = typer.main.get_command(app)
-    commands.commands[name].main(words[1:], prog_name=f"thresher {name}", standalone_mode=False)
+    group: Any = typer.main.get_command(app)
+    command = group.commands[name]
+    # not main(), which would turn an interrupt into an exit code
+    with command.make_context(name, words[1:]) as context:
+        command.invoke(context)

@@ -136,13 +136,13 @@ def result_console() -> Console:
 
 
 def make_table(title: str, texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
-    """Make a table of text columns, then right-aligned ones; cells may be untrusted."""
+    """Make a table of text columns, then right-aligned ones."""
     table = Table(title=title or None, title_justify="left")
     for heading in texts:
         table.add_column(heading, overflow="fold")
     for heading in numbers:
         table.add_column(heading, justify="right")
-    for row in rows:
+    for row in rows:  # escaped: the report of a store from elsewhere is untrusted
         table.add_row(*(Text(escape_control_chars(cell)) for cell in row))
     return table
 
