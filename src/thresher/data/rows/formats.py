@@ -178,7 +178,7 @@ def _read_transcripts(row: Row) -> PreferenceRow:
     chosen = parse_transcript(_text(row, "chosen"), "chosen")
     rejected = parse_transcript(_text(row, "rejected"), "rejected")
     turn = split_shared_prefix(chosen.messages, rejected.messages)
-    plain = PlainText(chosen.text[: chosen.starts[turn]], chosen.segments_from(turn), rejected.segments_from(turn))
+    plain = PlainText(chosen.text[: chosen.offsets[turn][1]], chosen.segments_from(turn), rejected.segments_from(turn))
     return _pair(row, chosen.messages[:turn], chosen.messages[turn:], rejected.messages[turn:], plain)
 
 
