@@ -1,7 +1,5 @@
 """Process heartbeat: the current activity and a count of finished operations, by which a worker that hangs is found."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

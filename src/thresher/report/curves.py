@@ -1,26 +1,13 @@
 """The charts over steps and evaluations: what is drawn, and what good looks like."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from thresher.report.charts import (
-    Chart,
-    Point,
-    Series,
-    Values,
-    distribution_chart,
-    histograms,
-    line_chart,
-    lines,
-    path_chart,
-    rounded,
-    scatter_chart,
-)
+from thresher.report import charts
+from thresher.report.charts import Chart, Point, Series, Values, histograms, rounded
 from thresher.report.run_files import Record, RunFiles
 
 TRAINING, VALIDATION = "training", "validation"
@@ -130,7 +117,7 @@ def _curve_chart(runs: Sequence[RunFiles], curve: _Curve) -> Chart:
             if curve.is_log:  # a logarithm has no place for 0
                 points = [(step, each if each > 0 else math.nan) for step, each in points]
             series += run_lines(points, runs, {"run": run.name, label: value}, has_noise=curve.has_noise)
-    spec = line_chart(
+    spec = charts.line_chart(
         series,
         title=curve.unit,
         label=label,
@@ -151,7 +138,7 @@ def run_lines(
         return []
     # the page must stay small however many runs it shows
     max_points = min(600, max(40, _MAX_POINTS_OF_PAGE // (_LINES_PER_RUN * len(runs))))
-    return lines(points, max_points, labels, raw=len(runs) == 1, mean=has_noise)
+    return charts.lines(points, max_points, labels, raw=len(runs) == 1, mean=has_noise)
 
 
 def _chart_id(metric: str) -> str:
@@ -178,17 +165,15 @@ def frontier_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     if distance is None:
         return []
     name, label = _DISTANCES[distance]
-    charts = []
+    found = []
     for gain, title, unit, is_percent in _GAINS:
         series = [each for run in runs if (each := _path(run, distance, gain)) is not None]
         if series:
             is_beta_dependent = gain == "eval/rewards/margins" and len(runs) > 1
             note = " Margins of runs with different beta are not comparable." if is_beta_dependent else ""
-            spec = path_chart(series, x=label, y=unit, color="run", is_percent=is_percent)
-            charts.append(
-                Chart(f"frontier-{_chart_id(gain)}", f"{title} against {name}", _CAPTION + note, spec, series)
-            )
-    return charts
+            spec = charts.path_chart(series, x=label, y=unit, color="run", is_percent=is_percent)
+            found.append(Chart(f"frontier-{_chart_id(gain)}", f"{title} against {name}", _CAPTION + note, spec, series))
+    return found
 
 
 def _path(run: RunFiles, distance: str, gain: str) -> Series | None:
@@ -213,8 +198,8 @@ _POLICY, _REFERENCE = "policy, after training", "reference, before training"
 
 def distribution_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """The distributions that the runs logged values for."""
-    charts = [_margins(runs), _probabilities(runs), _answer_lengths(runs), _margins_by_length(runs)]
-    return [chart for chart in charts if chart.series]
+    candidates = [_margins(runs), _probabilities(runs), _answer_lengths(runs), _margins_by_length(runs)]
+    return [chart for chart in candidates if chart.series]
 
 
 def _margins(runs: Sequence[RunFiles]) -> Chart:
@@ -234,7 +219,7 @@ def _margins(runs: Sequence[RunFiles]) -> Chart:
         "Reward margin of each pair" + (", first and last evaluation" if len(samples) > 1 and is_single else ""),
         "Good: after training most pairs lie right of 0, where the model ranks them as the data does. If a few pairs "
         f"lie far right and the others at 0, few pairs carry the mean.{note}",
-        distribution_chart(
+        charts.distribution_chart(
             series, title="chosen minus rejected reward", color="evaluation" if is_single else "run", at=0.0
         ),
         series,
@@ -256,7 +241,9 @@ def _probabilities(runs: Sequence[RunFiles]) -> Chart:
         "Good: chosen responses lie at or right of 0, rejected ones to the left. If chosen responses lie left of 0 "
         "too, probability has moved to texts that are in neither (likelihood displacement). Log-probability per token, "
         "policy minus reference.",
-        distribution_chart(series, title="change in nats per token", color="side" if is_single else "run", at=0.0),
+        charts.distribution_chart(
+            series, title="change in nats per token", color="side" if is_single else "run", at=0.0
+        ),
         series,
     )
 
@@ -277,7 +264,7 @@ def _answer_lengths(runs: Sequence[RunFiles]) -> Chart:
         "Length of answers, before and after" if is_single else "Length of answers",
         "Good: about the length of the reference's answers. If they grow much longer while accuracy hardly changes, "
         "the model exploits length.",
-        distribution_chart(series, title="words per answer", color="answers" if is_single else "run"),
+        charts.distribution_chart(series, title="words per answer", color="answers" if is_single else "run"),
         series,
     )
 
@@ -302,7 +289,7 @@ def _margins_by_length(runs: Sequence[RunFiles]) -> Chart:
         "Reward margin against length",
         "Good: a flat line. If margins rise with the difference of lengths, the reward follows length rather than "
         f"content.{shown}",
-        scatter_chart(series, x="chosen minus rejected length (tokens)", y="reward margin", color="run"),
+        charts.scatter_chart(series, x="chosen minus rejected length (tokens)", y="reward margin", color="run"),
         series,
     )
 

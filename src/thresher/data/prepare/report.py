@@ -126,23 +126,16 @@ class PrepareReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PrepareReport:
         """Build a report from the return value of `to_json`."""
-        bias = values["length_bias"]
-        fields = {
-            **values,
-            "files": tuple(
-                FileReport(**{**file, "unused_columns": tuple(file["unused_columns"])}) for file in values["files"]
-            ),
-            "findings": tuple(
-                Finding(each["name"], each["count"], tuple(each["examples"])) for each in values["findings"]
-            ),
-            "length_bias": None if bias is None else LengthBias(**bias),
-            "percentiles": {name: tuple(each) for name, each in values["percentiles"].items()},
-            "bad_examples": {
-                reason: tuple((str(file), str(unit), int(number)) for file, unit, number in places)
-                for reason, places in values.get("bad_examples", {}).items()
-            },
+        bias = None if values["length_bias"] is None else LengthBias(**values["length_bias"])
+        files = (FileReport(**{**each, "unused_columns": tuple(each["unused_columns"])}) for each in values["files"])
+        findings = (Finding(each["name"], each["count"], tuple(each["examples"])) for each in values["findings"])
+        percentiles = {name: tuple(each) for name, each in values["percentiles"].items()}
+        examples = {
+            reason: tuple((str(file), str(unit), int(number)) for file, unit, number in places)
+            for reason, places in values.get("bad_examples", {}).items()
         }
-        return cls(**fields)
+        lists = {"files": tuple(files), "findings": tuple(findings), "percentiles": percentiles}
+        return cls(**{**values, **lists, "length_bias": bias, "bad_examples": examples})
 
 
 def percentile_names() -> list[str]:

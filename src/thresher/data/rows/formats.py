@@ -3,8 +3,6 @@
 Rendering and tokenization are left to `tokenization`. Rows with a label are joined into pairs before they are read.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Mapping
@@ -180,7 +178,7 @@ def _read_transcripts(row: Row) -> PreferenceRow:
     chosen = parse_transcript(_text(row, "chosen"), "chosen")
     rejected = parse_transcript(_text(row, "rejected"), "rejected")
     turn = split_shared_prefix(chosen.messages, rejected.messages)
-    plain = PlainText(chosen.text[: chosen.starts[turn]], chosen.segments_from(turn), rejected.segments_from(turn))
+    plain = PlainText(chosen.text[: chosen.offsets[turn][1]], chosen.segments_from(turn), rejected.segments_from(turn))
     return _pair(row, chosen.messages[:turn], chosen.messages[turn:], rejected.messages[turn:], plain)
 
 

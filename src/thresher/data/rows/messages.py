@@ -4,8 +4,6 @@ Decides how ShareGPT, OpenAI and transcript conventions map to roles, and where 
 and response.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from itertools import groupby
@@ -124,20 +122,15 @@ class Transcript:
 
     text: str
     messages: list[Message]
-    starts: list[int]  # offset of each turn's text, after its label
-    label_starts: list[int]
+    offsets: list[tuple[int, int, int]]  # of each turn: its label, its text, its end
 
     def segments_from(self, turn: int) -> tuple[TextSegment, ...]:
         """Split the text after the label of `turn` into scored and unscored segments."""
         segments: list[TextSegment] = []
-        for index in range(turn, len(self.messages)):
-            end = self.label_starts[index + 1] if index + 1 < len(self.messages) else len(self.text)
-            if index > turn:
-                segments.append(TextSegment(self.text[self.label_starts[index] : self.starts[index]], scored=False))
-            segments.append(
-                TextSegment(self.text[self.starts[index] : end], self.messages[index]["role"] == "assistant")
-            )
-        return tuple(segments)
+        for message, (label, start, end) in zip(self.messages[turn:], self.offsets[turn:], strict=True):
+            segments.append(TextSegment(self.text[label:start], scored=False))
+            segments.append(TextSegment(self.text[start:end], message["role"] == "assistant"))
+        return tuple(segments[1:])
 
 
 def is_transcript(value: Any) -> bool:
@@ -151,13 +144,12 @@ def parse_transcript(text: str, column: str) -> Transcript:
         raise BadRowError(f"`{column}` is not a transcript of 'Human:' and 'Assistant:' turns like the first row")
     labels = list(_TURN.finditer(text))
     ends = [*(label.start() for label in labels[1:]), len(text)]
-    transcript = Transcript(text, [], [], [])
+    transcript = Transcript(text, [], [])
     for speaker, group in groupby(zip(labels, ends, strict=True), key=lambda turn: turn[0][1]):
         turns = list(group)
         content = "\n\n".join(text[label.end() : end].strip() for label, end in turns)
         transcript.messages.append({"role": _ROLES[speaker.lower()], "content": content})
-        transcript.starts.append(turns[0][0].end())
-        transcript.label_starts.append(turns[0][0].start())
+        transcript.offsets.append((turns[0][0].start(), turns[0][0].end(), turns[-1][1]))
     return transcript
 
 

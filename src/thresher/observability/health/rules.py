@@ -5,8 +5,6 @@ healthy run does not reach it. docs/guides/health.md explains each limit. A rule
 as `kl` without a reference, returns None.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
