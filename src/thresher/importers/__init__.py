@@ -1,9 +1,4 @@
-"""Configs of other trainers: `thresher import`, ROLL's configs in `thresher train`, and TRL's names in Python.
-
-A tool around a run: nothing that trains imports it.
-"""
-
-from __future__ import annotations
+"""Configs of other trainers: `thresher import`, ROLL's configs in `thresher train`, and TRL's names in Python."""
 
 from thresher import foreign_names
 

@@ -1,7 +1,5 @@
 """axolotl (`rl: dpo`, `ipo`, `simpo`, `orpo`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -267,14 +265,8 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         for what in ("eval", "save")
         if not given.keys() & {f"{what}_strategy", f"{what}_steps", f"{what}s_per_epoch"}
     }
-    return {
-        **({} if given.keys() & {"rl_beta", "dpo_beta", "trl.beta", "orpo_alpha"} else {"rl_beta": 0.1}),
-        **simpo,
-        **({} if given.keys() & {"warmup_steps", "warmup_ratio"} else {"warmup_ratio": 0.03}),
-        **cadences,
-        "sequence_len": 512,
-        "micro_batch_size": 1,
-        "num_epochs": 1.0,
-        "save_total_limit": 4,
-        **({} if any(given.get(key) for key in ("fp16", "float16", "float32")) else {"bf16": "auto"}),
-    }
+    beta = {} if given.keys() & {"rl_beta", "dpo_beta", "trl.beta", "orpo_alpha"} else {"rl_beta": 0.1}
+    warmup = {} if given.keys() & {"warmup_steps", "warmup_ratio"} else {"warmup_ratio": 0.03}
+    precision = {} if any(given.get(key) for key in ("fp16", "float16", "float32")) else {"bf16": "auto"}
+    sizes = {"sequence_len": 512, "micro_batch_size": 1, "num_epochs": 1.0, "save_total_limit": 4}
+    return {**beta, **simpo, **warmup, **cadences, **sizes, **precision}

@@ -1,7 +1,5 @@
 """ColossalChat (`train_dpo.py`), as a shell script."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -198,17 +196,8 @@ NEUTRAL = "config_file enable_sequence_parallelism microbatch_size model_type sp
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "loss_type": "dpo_loss",
-        "beta": 0.1,
-        "lr": 5e-6,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        **({} if "warmup_steps" in given else {"warmup_ratio": 0.025}),
-        "adam_beta2": 0.95,
-        "weight_decay": 0.1,
-        "batch_size": 4,
-        "max_epochs": 3,
-        "max_length": 2048,
-        "mixed_precision": "fp16",
-        "save_interval": 1000,
-    }
+    loss = {"loss_type": "dpo_loss", "beta": 0.1}
+    rate = {"lr": 5e-6, "lr_scheduler_type": "cosine_with_min_lr", "adam_beta2": 0.95, "weight_decay": 0.1}
+    warmup = {} if "warmup_steps" in given else {"warmup_ratio": 0.025}
+    sizes = {"batch_size": 4, "max_epochs": 3, "max_length": 2048, "mixed_precision": "fp16", "save_interval": 1000}
+    return {**loss, **rate, **warmup, **sizes}

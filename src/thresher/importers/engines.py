@@ -1,7 +1,5 @@
 """Engines of other trainers that exist here: DeepSpeed and Megatron-Core, with their settings."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -16,15 +14,10 @@ from thresher.importers.translation import AXES, MODEL, STRATEGY, Rule, Translat
 _REFERENCE = "reference.strategy_args."
 # names of DeepSpeed files and presets: zero3, ds_z2_offload_config.json, zero3_bf16_cpuoffload_params.json
 _STAGE = re.compile(r"(?:zero|stage|(?<![a-z])z)[_-]?([0-3])(?!\d)")
-# sizes of Megatron-Core that a reference on the same workers has too
-MEGATRON_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
+_DIMENSIONS = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
+PARALLEL_SIZES = tuple(f"{name}_parallel_size" for name in _DIMENSIONS)
+# of Megatron-Core, which a reference on the same workers has too
+MEGATRON_SIZES = (*PARALLEL_SIZES, "sequence_parallel")
 
 
 def find_declared(name: Any) -> StrategyDeclaration | None:

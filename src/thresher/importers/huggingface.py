@@ -1,7 +1,5 @@
 """Keys of transformers' TrainingArguments, which TRL, LLaMA-Factory and ms-swift share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thresher.config.roles import SCHEDULES
@@ -207,9 +205,8 @@ TABLE: r.Table = {
     "group_by_length": r.lacks(f"{r.SHUFFLED}; micro-batches are balanced by length"),
     **r.lack("AdamW is the only optimizer, with betas, epsilon and weight decay", "optim_target_modules optim_args"),
     **r.drop("an incomplete last batch is trained on", "dataloader_drop_last"),
-    **r.drop(
-        "a run uploads nothing; DPOTrainer.push_to_hub does in Python, and `thresher export` writes a directory",
-        "push_to_hub",
+    "push_to_hub": Rule(
+        note="a run uploads nothing; DPOTrainer.push_to_hub does in Python, and `thresher export` writes a directory"
     ),
     **r.drop("the best checkpoint is kept; `thresher export --best` writes it", "load_best_model_at_end"),
     **r.drop("a run resumes in its output_dir; resume_from_checkpoint: false starts again", "overwrite_output_dir"),

@@ -1,7 +1,5 @@
 """LLaMA-Factory (`stage: dpo`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -139,17 +137,8 @@ use_reentrant_gc use_swanlab use_unsloth use_unsloth_gc use_v1_kernels video_* v
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     lora = {"lora_rank": 8, "lora_target": "all"} if given.get("finetuning_type", "lora") == "lora" else {}
     simpo = {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
-    return {
-        "pref_loss": "sigmoid",
-        "pref_beta": 0.1,
-        **simpo,
-        "learning_rate": 5e-5,
-        "lr_scheduler_type": "linear",
-        "num_train_epochs": 3.0,
-        "per_device_train_batch_size": 8,
-        "cutoff_len": 2048,
-        "disable_gradient_checkpointing": False,
-        "logging_steps": 500,
-        "save_steps": 500,
-        **lora,
-    }
+    loss = {"pref_loss": "sigmoid", "pref_beta": 0.1}
+    rate = {"learning_rate": 5e-5, "lr_scheduler_type": "linear"}
+    memory = {"cutoff_len": 2048, "disable_gradient_checkpointing": False}
+    steps = {"num_train_epochs": 3.0, "per_device_train_batch_size": 8, "logging_steps": 500, "save_steps": 500}
+    return {**loss, **simpo, **rate, **memory, **steps, **lora}

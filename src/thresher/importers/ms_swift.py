@@ -1,7 +1,5 @@
 """ms-swift: `swift rlhf` and `megatron rlhf`, as shell scripts or `args.json`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from thresher.config.roles import SCHEDULES
 from thresher.importers import huggingface
 from thresher.importers import rules as r
-from thresher.importers.engines import megatron, set_megatron
+from thresher.importers.engines import PARALLEL_SIZES, megatron, set_megatron
 from thresher.importers.translation import AXES, DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
 
 _MEGATRON_ONLY = {
@@ -180,10 +178,7 @@ _OWN: r.Table = {
     "train_iters": r.to("max_steps"),
     "clip_grad": r.to(f"{TRAINING}max_grad_norm"),
     "adam_eps": r.to(f"{TRAINING}adam_epsilon"),
-    **{
-        f"{name}_parallel_size": megatron(f"{name}_parallel_size", 1)
-        for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
-    },
+    **{name: megatron(name, 1) for name in PARALLEL_SIZES},
     **{name: megatron(name, False) for name in ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather")},
     **{name: megatron(name) for name in ("recompute_method", "recompute_num_layers")},
     "use_distributed_optimizer": megatron("use_distributed_optimizer", True),
@@ -243,35 +238,17 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     rate = 1e-5 if tuner == "full" else 1e-4
     simpo = given.get("rlhf_type") == "simpo"
     lora = {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
-    common = {
-        "rlhf_type": "dpo",
-        "beta": 2.0 if simpo else 0.1,
-        **({"simpo_gamma": 1.0} if simpo else {}),
-        **({"tuner_type": tuner} if not given.keys() & set(_TUNER_KEYS) else {}),
-        **(lora if tuner == "lora" else {}),
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "logging_steps": 5,
-        "save_steps": 500,
-        "report_to": ["tensorboard"],
-    }
+    loss = {"rlhf_type": "dpo", "beta": 2.0 if simpo else 0.1, **({"simpo_gamma": 1.0} if simpo else {})}
+    named = {} if given.keys() & set(_TUNER_KEYS) else {"tuner_type": tuner}
+    optimizer = {"weight_decay": 0.1, "adam_beta2": 0.95}
+    logs = {"logging_steps": 5, "save_steps": 500, "report_to": ["tensorboard"]}
+    common = {**loss, **named, **(lora if tuner == "lora" else {}), **optimizer, **logs}
     if megatron:
-        return {
-            **common,
-            "lr": rate,
-            "lr_decay_style": "cosine",
-            "micro_batch_size": 1,
-            "global_batch_size": 16,
-            "recompute_granularity": "selective",
-        }
+        sizes = {"micro_batch_size": 1, "global_batch_size": 16}
+        return {**common, "lr": rate, "lr_decay_style": "cosine", **sizes, "recompute_granularity": "selective"}
     batch = given.get("per_device_train_batch_size")
     batch = batch if isinstance(batch, int) and batch > 0 else 1
-    return {
-        **common,
-        "learning_rate": rate,
-        "num_train_epochs": 3.0,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": max(1, math.ceil(16 / batch / given["processes"])),
-        "lr_scheduler_type": "cosine",
-        "gradient_checkpointing": True,
-    }
+    accumulation = max(1, math.ceil(16 / batch / given["processes"]))
+    steps = {"num_train_epochs": 3.0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
+    schedule = {"learning_rate": rate, "lr_scheduler_type": "cosine"}
+    return {**common, **steps, **schedule, "gradient_checkpointing": True}

@@ -24,12 +24,8 @@ logger = logging.getLogger(__name__)
 TRL = NAMES["trl"]
 # names of TRL that a run does not use, with their defaults: what save_model and push_to_hub of DPOTrainer do
 TRAINER_OPTIONS: dict[str, Any] = {
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "hub_model_id": None,
-    "hub_token": None,
-    "hub_private_repo": None,
-    "hub_revision": None,
+    **dict.fromkeys(("load_best_model_at_end", "push_to_hub"), False),
+    **dict.fromkeys(("hub_model_id", "hub_token", "hub_private_repo", "hub_revision")),
 }
 # TRL's default of logging_steps, the steps between evaluations of a program that sets neither
 _TRL_LOGGING_STEPS = 10

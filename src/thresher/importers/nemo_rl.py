@@ -1,7 +1,5 @@
 """NeMo-RL (`examples/run_dpo.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """open-instruct (`dpo_tune_cache.py`, `dpo.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,16 +161,15 @@ zero_hpz_partition_size
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     is_simpo = "simpo" in (given.get("loss_type"), given.get("dpo_loss_type"))
     gamma = {"gamma_beta_ratio": 0.3} if is_simpo and "dpo_gamma_beta_ratio" not in given else {}
+    lora = {"lora_rank": 64, "lora_alpha": 16, "lora_dropout": 0.1} if given.get("use_lora") else {}
+    rate = {"learning_rate": 2e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0.1}
+    sizes = {"per_device_train_batch_size": 8, "max_seq_length": 4096, "checkpointing_steps": 500}
     return {
         **({} if "dpo_loss_type" in given else {"loss_type": "dpo_norm"}),
         **({} if "dpo_beta" in given else {"beta": 5.0}),
-        **gamma,
         **({} if "clip_grad_norm" in given else {"max_grad_norm": 0.0}),
-        "learning_rate": 2e-5,
-        "lr_scheduler_type": "linear",
-        "warmup_ratio": 0.1,
-        "per_device_train_batch_size": 8,
-        "max_seq_length": 4096,
-        "checkpointing_steps": 500,
-        **({"lora_rank": 64, "lora_alpha": 16, "lora_dropout": 0.1} if given.get("use_lora") else {}),
+        **gamma,
+        **rate,
+        **sizes,
+        **lora,
     }

@@ -4,8 +4,6 @@
 that ROLL and thresher share, and writes ROLL's defaults out; a config that is read keeps thresher's.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -72,14 +70,10 @@ def _set_global_template(value: Any, run: Translation) -> None:
     return None
 
 
-def _warms_up(run: Translation) -> bool:
-    return bool(run.get(f"{TRAINING}warmup_steps") or run.get(f"{TRAINING}warmup_ratio"))
-
-
-def _set_schedule(value: Any, run: Translation) -> None:
+def _schedule(value: Any, run: Translation) -> Any:
     """Megatron's `constant` has a warm-up, which ours has not."""
-    has_warmup = value == "constant" and _warms_up(run)
-    run.set(f"{TRAINING}lr_scheduler_type", "constant_with_warmup" if has_warmup else value)
+    warms_up = run.get(f"{TRAINING}warmup_steps") or run.get(f"{TRAINING}warmup_ratio")
+    return "constant_with_warmup" if value == "constant" and warms_up else value
 
 
 _OFFLOAD = "use strategy_config.cpu_offload to keep optimizer states on the host"
@@ -93,7 +87,10 @@ READ: r.Table = {
     "actor_train.max_tokens_per_microbatch_in_train": _moved(f"{TRAINING}max_tokens_per_micro_batch"),
     f"{DATA}eval_file_name": _moved(EVAL_FILES),
     f"{DATA}prompt": _moved("prompt_key"),
-    f"{TRAINING}lr_scheduler_type": r.by(_set_schedule, f"{TRAINING}lr_scheduler_type"),
+    f"{TRAINING}lr_scheduler_type": r.by(
+        lambda value, run: run.set(f"{TRAINING}lr_scheduler_type", _schedule(value, run)),
+        f"{TRAINING}lr_scheduler_type",
+    ),
     f"{TRAINING}num_train_epochs": _moved("num_train_epochs", lambda value: None if value == -1 else value),
     **{f"{TRAINING}{name}": _moved(name) for name in ("max_steps", "seed", "output_dir")},
     # mcore_adapter's switch
@@ -178,13 +175,6 @@ def _note(entry: Entry, run: Translation) -> list[str]:
     if target == entry.key:
         return [f"{entry.key}: {'; '.join(entry.notes) or f'{entry.value} is read as {ours}'}"]
     return [f"{entry.key} is read as {target}: {ours}"]
-
-
-def _set_import_schedule(value: Any, run: Translation) -> None:
-    if value == "constant" and _warms_up(run):
-        _set_schedule(value, run)
-    else:
-        huggingface.set_schedule(value, run)
 
 
 def _set_ipo(value: Any, run: Translation) -> None:
@@ -273,7 +263,9 @@ def our_keys() -> r.Table:
 IMPORTED: r.Table = {
     "ipo": r.by(_set_ipo, "pref_loss"),
     "label_smoothing": r.switch("label_smoothing", off="no label smoothing"),
-    f"{TRAINING}lr_scheduler_type": r.by(_set_import_schedule, f"{TRAINING}lr_scheduler_type"),
+    f"{TRAINING}lr_scheduler_type": r.by(
+        lambda value, run: huggingface.set_schedule(_schedule(value, run), run), f"{TRAINING}lr_scheduler_type"
+    ),
     f"{TRAINING}warmup_steps": r.by(huggingface.set_warmup_steps, f"{TRAINING}warmup_steps"),
     **{
         f"{role}model_args.dtype": r.choice(f"{role}model_args.dtype", _DTYPES, lacks="there is no dtype {}")
@@ -308,20 +300,10 @@ TABLE: r.Table = {**our_keys(), **READ, **IMPORTED}
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    training = {
-        "learning_rate": 5e-5,
-        "lr_scheduler_type": "linear",
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 1.0,
-    }
+    rate = {f"{TRAINING}learning_rate": 5e-5, f"{TRAINING}lr_scheduler_type": "linear"}
+    sizes = {f"{TRAINING}per_device_train_batch_size": 8, f"{TRAINING}num_train_epochs": 1.0}
+    others = {"ipo": False, "beta": 0.1, "save_steps": 50, "track_with": "tensorboard"}
+    limit = {} if f"{TRAINING}max_steps" in given else {"max_steps": 500}
     is_evaluated = EVAL_FILES in given or f"{DATA}eval_file_name" in given
-    return {
-        "ipo": False,
-        "beta": 0.1,
-        **({} if f"{TRAINING}max_steps" in given else {"max_steps": 500}),
-        "save_steps": 50,
-        **({"eval_steps": 10} if is_evaluated else {}),
-        "track_with": "tensorboard",
-        **{f"{TRAINING}{key}": value for key, value in training.items()},
-        f"{MODEL}disable_gradient_checkpointing": False,
-    }
+    evaluation = {"eval_steps": 10} if is_evaluated else {}
+    return {**others, **limit, **evaluation, **rate, **sizes, f"{MODEL}disable_gradient_checkpointing": False}

@@ -218,12 +218,10 @@ class Translation:
         """Report an option without a value; a path must be set before the run can start, so it is not lost."""
         rule = self.dialect.find(key)
         target = rule.targets[0] if rule is not None and rule.targets else None
+        is_path = target in ("pretrain", "output_dir", "logging_dir", f"{MODEL}tokenizer_name_or_path")
         self.entries.append(Entry(key, ""))
-        self.drop(
-            f"empty in the script{f'; set `{target}`' if target else ''}",
-            changes_numbers=target
-            not in (None, "pretrain", "output_dir", "logging_dir", f"{MODEL}tokenizer_name_or_path"),
-        )
+        text = f"empty in the script; set `{target}`" if target else "empty in the script"
+        self.drop(text, changes_numbers=target is not None and not is_path)
 
     @property
     def has_several_devices(self) -> bool:
@@ -294,13 +292,12 @@ def translate(
     dialect: Dialect,
     config: Mapping[str, Any],
     *,
-    num_devices: int = 1,
-    empty: Iterable[str] = (),
+    num_devices: int = 1,  # processes that its launcher starts
+    empty: Iterable[str] = (),  # options of a script that have no value
     with_defaults: bool = True,
 ) -> Translation:
     """Translate a config of another trainer.
 
-    num_devices: processes that its launcher starts. empty: options of a script that have no value.
     Without `with_defaults`, the config is a part of one: only the given keys are translated, the rest keeps our
     defaults, and settings without effect are left to validation.
     """

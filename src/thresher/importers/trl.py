@@ -1,7 +1,5 @@
 """TRL (`trl dpo`), and alignment-handbook, which adds its own datasets to TRL's keys."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -170,18 +168,9 @@ use_liger_loss use_logits_to_keep
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of TRL 1.16 that differ from ours."""
     lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
-    return {
-        "loss_type": ["sigmoid"],
-        "beta": 0.1,
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "linear",
-        "num_train_epochs": 3.0,
-        "per_device_train_batch_size": 8,
-        "gradient_checkpointing": True,
-        "bf16": not given.get("fp16"),
-        "max_length": 1024,
-        "truncation_mode": "keep_start",
-        "logging_steps": 10,
-        "save_steps": 500,
-        **(lora if given.get("use_peft") else {}),
-    }
+    loss = {"loss_type": ["sigmoid"], "beta": 0.1}
+    rate = {"learning_rate": 1e-6, "lr_scheduler_type": "linear"}
+    memory = {"gradient_checkpointing": True, "bf16": not given.get("fp16")}
+    lengths = {"max_length": 1024, "truncation_mode": "keep_start"}
+    steps = {"num_train_epochs": 3.0, "per_device_train_batch_size": 8, "logging_steps": 10, "save_steps": 500}
+    return {**loss, **rate, **memory, **lengths, **steps, **(lora if given.get("use_peft") else {})}

@@ -92,10 +92,8 @@ class Objective:
         return total
 
     def describe(self) -> str:
-        """The formula in one line: losses with their parameters and weights, then the modifiers that are on.
-
-        A parameter of 0 is off and left out, and so is the weight of a single loss if it is 1.
-        """
+        """The formula in one line: losses with their parameters and weights, then the modifiers that are on."""
+        # a parameter of 0 is off and left out, and so is the weight of a single loss if it is 1
         terms = []
         for loss, weight in self.terms:
             values = {name: getattr(loss, name) for name in parameter_defaults(loss.name)}

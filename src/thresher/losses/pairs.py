@@ -51,9 +51,6 @@ class ResponseLogps:
         starts = torch.repeat_interleave(ends - self.lengths, self.lengths, output_size=self.values.numel())
         return torch.arange(self.values.numel(), device=self.values.device) - starts
 
-    def detach(self) -> ResponseLogps:
-        return replace(self, values=self.values.detach())
-
 
 @dataclass(frozen=True)
 class ChosenRejectedLogps:
@@ -67,7 +64,7 @@ class ChosenRejectedLogps:
         return self.chosen.num_pairs
 
     def detach(self) -> ChosenRejectedLogps:
-        return ChosenRejectedLogps(self.chosen.detach(), self.rejected.detach())
+        return map_tensors(self, Tensor.detach)
 
 
 def empty_logps(

@@ -101,11 +101,8 @@ def make_loss(name: str, parameters: Mapping[str, float]) -> Loss:
 def make_losses(
     names: Sequence[str], parameters: Mapping[str, float], own: Mapping[str, Mapping[str, float]] | None = None
 ) -> tuple[Loss, ...]:
-    """Build several losses; each takes the parameters it has, and a parameter that no loss has is an error.
-
-    Parameters in `own`, by the name of their loss, take precedence.
-    """
-    own = own or {}
+    """Build several losses; each takes the parameters it has, and a parameter that no loss has is an error."""
+    own = own or {}  # by the name of the loss; these take precedence
     known = {name: parameter_defaults(name) for name in names}
     for name, given in own.items():
         if unknown := [parameter for parameter in given if parameter not in known[name]]:
@@ -125,13 +122,7 @@ def make_losses(
 def describe() -> list[LossRow]:
     """List all losses with the information needed to choose one."""
     return [
-        LossRow(
-            name=name,
-            parameters=parameter_defaults(name),
-            paper=cls.paper,
-            needs_reference=cls.needs_reference,
-            summary=(cls.__doc__ or "").splitlines()[0],
-        )
+        LossRow(name, parameter_defaults(name), cls.paper, cls.needs_reference, (cls.__doc__ or "").splitlines()[0])
         for name, cls in sorted(_LOSSES.items())
     ]
 

@@ -205,9 +205,8 @@ def score_pairs(
         return side.sums(None if shared is None else ld_token_weights(side, shared, ld_alpha))
 
     logps = ChosenRejected(sums(policy.chosen), sums(policy.rejected))
-    lengths = ChosenRejected(
-        policy.chosen.lengths.to(logps.chosen.dtype), policy.rejected.lengths.to(logps.chosen.dtype)
-    )
+    dtype = logps.chosen.dtype
+    lengths = ChosenRejected(policy.chosen.lengths.to(dtype), policy.rejected.lengths.to(dtype))
     chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums()
     reference_scores = None
     if reference_free:

@@ -4,8 +4,6 @@ The original forward takes one sequence at a time with the model's own attention
 layout, the attention and the positions. On a mismatch it names the first layer that differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -94,10 +92,8 @@ def _original_forward(model: PairModel, batch: PairBatch, *, scores_prompt: bool
 
 
 def in_storage_precision(model: PairModel) -> PairModel:
-    """Return the model computing in the precision of its weights: bf16 would hide small errors.
-
-    A sharded model is unchanged: FSDP gathers its layers in compute_dtype.
-    """
+    """Return the model computing in the precision of its weights: bf16 would hide small errors."""
+    # FSDP gathers the layers of a sharded model in compute_dtype
     return model if isinstance(model.base_model, FSDPModule) else replace(model, compute_dtype=model.stored_dtype)
 
 

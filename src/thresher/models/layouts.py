@@ -5,8 +5,6 @@
 after the prompt. `padded` has two rows per pair, right-padded to the longest; tests compare the others with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
@@ -252,18 +250,13 @@ Layout: TypeAlias = PackedLayout | PaddedLayout
 
 def choose_layout(
     requested: LayoutName,
-    configs: Sequence[PreTrainedConfig],
+    configs: Sequence[PreTrainedConfig],  # of every model that scores with the layout
     attn_implementation: str | None,
-    pad_id: int | None,
+    pad_id: int | None,  # only for padded rows
     *,
     scores_prompt: bool = False,
 ) -> tuple[Layout, str | None]:
-    """Return the fastest layout that all models support and, if packing is not possible, a line that says why.
-
-    Args:
-        configs: the transformers config of every model that scores with the layout.
-        pad_id: only for padded rows.
-    """
+    """Return the fastest layout that all models support and, if packing is not possible, a line that says why."""
     requested_kernel = transformers_attention(attn_implementation)
     reason = next(filter(None, (_why_not_packable(config, requested_kernel) for config in configs)), None)
     vocab_size = min(filter(None, (vocab_size_of(config) for config in configs)), default=None)

@@ -94,10 +94,7 @@ class LMHead:
         return tensor if tensor.device.type == "cpu" else tensor.to(self.compute_dtype)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right with factors in compute_dtype and fp32 sums.
-
-        Rounding logits near 16 to bf16 would cost up to 0.06 nats per token.
-        """
+        """left @ right with factors in compute_dtype and fp32 sums: logits in bf16 cost up to 0.06 nats per token."""
         if self.compute_dtype == self.sum_dtype:
             return left.to(self.sum_dtype) @ right.to(self.sum_dtype)
         if left.device.type == "cpu" and self.compute_dtype == torch.bfloat16:
@@ -115,13 +112,11 @@ class LMHead:
 
 
 def slice_width(vocab: int, num_rows: int, *, on_gpu: bool) -> int:
-    """Columns of logits at once: about LOGITS_AT_ONCE logits, in as few slices as that allows, of equal width.
-
-    Rounded up to whole tiles of a matrix product: kernels for other widths are slower.
-    """
+    """Columns of logits at once: about LOGITS_AT_ONCE logits, in as few slices as that allows, of equal width."""
     at_once = LOGITS_AT_ONCE_ON_GPU if on_gpu else LOGITS_AT_ONCE
     count = min(vocab, max(1, -(-num_rows * vocab // at_once)))
     width = -(-vocab // count)
+    # whole tiles of a matrix product: kernels for other widths are slower
     return width if width < _TILE else min(vocab, -(-width // _TILE) * _TILE)
 
 
@@ -230,16 +225,14 @@ def _log_sum(logits: Tensor) -> Tensor:
 
 
 def _fold_mean_logit(logits: Tensor, log_sum: Tensor, mean_logit: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold a slice into the running log-sum-exp and the running mean logit under the softmax; overwrites the logits.
-
-    log_sum is bitwise `torch.logaddexp(log_sum, _log_sum(logits))`.
-    """
+    """Fold a slice into the running log-sum-exp and the running mean logit under the softmax; overwrites the logits."""
     largest = logits.amax(1)
     weights = logits.sub_(largest[:, None]).exp()
     total = weights.sum(1)
     # in place: a dot product per row takes five times as long on the CPU
     mean_of_slice = logits.mul_(weights).sum(1).div_(total).add_(largest)
     log_sum_of_slice = total.log_().add_(largest)
+    # bitwise `torch.logaddexp(log_sum, _log_sum(logits))`
     folded = torch.logaddexp(log_sum, log_sum_of_slice)
     old, new = (log_sum - folded).exp_(), (log_sum_of_slice - folded).exp_()
     return folded, mean_logit.mul_(old).add_(mean_of_slice.mul_(new))
@@ -247,10 +240,8 @@ def _fold_mean_logit(logits: Tensor, log_sum: Tensor, mean_logit: Tensor) -> tup
 
 @contextmanager
 def _bf16_matmul() -> Iterator[None]:
-    """Let fp32 matmuls on the CPU round their factors to bf16, with fp32 sums, if the processor supports it.
-
-    With AMX they take a quarter to a half of the time.
-    """
+    """Let fp32 matmuls on the CPU round their factors to bf16, with fp32 sums, if the processor supports it."""
+    # with AMX they take a quarter to a half of the time
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # created at run time
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
@@ -280,19 +271,14 @@ class ScoredTokens(NamedTuple):
 
 def score_rows(
     head: LMHead,
-    states: Tensor,
-    rows: Tensor,
+    states: Tensor,  # [rows, hidden], with context_parallel this process's sequence shard
+    rows: Tensor,  # [num_scored] the row of the full sequence that predicts each target
     targets: Tensor,
     *,
     context_parallel: ContextParallel | None = None,
     statistics: TokenStatistics = NO_STATISTICS,
 ) -> ScoredTokens:
-    """Return the logp of each target and the requested statistics at each row.
-
-    Args:
-        states: [rows, hidden], with context_parallel this process's sequence shard.
-        rows: [num_scored] the row of the full sequence that predicts each target.
-    """
+    """Return the logp of each target and the requested statistics at each row."""
     count = len(targets)
     if context_parallel is not None:  # on the host, because the number of rows depends on their values
         index, rows = context_parallel.local_scored_rows(rows, len(states))

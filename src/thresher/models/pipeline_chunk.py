@@ -4,8 +4,6 @@ The decoder keeps its full list of layers, because parameter names, windows and 
 Modules of other processes are replaced by `IdentityModule`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,22 +24,16 @@ class IdentityModule(nn.Module):
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """Return the decoder without the LM head.
-
-    transformers looks it up by `base_model_prefix`, which is not the attribute that Llama 4 has it in, and then returns
-    the model with its head.
-    """
+    """Return the decoder without the LM head."""
+    # transformers looks it up by `base_model_prefix`, which is not the attribute that Llama 4 has it in, and then
+    # returns the model with its head
     decoder = model.get_decoder()
     return decoder.model if hasattr(decoder, "lm_head") and hasattr(decoder, "model") else decoder
 
 
-def has_layers(decoder: nn.Module) -> bool:
-    return bool(getattr(decoder, "layers", None))
-
-
 def local_layers(decoder: nn.Module, setting: str, hint: str) -> list[nn.Module]:
     """Return the layers that this process computes; `setting` and `hint` go into the error if there are no layers."""
-    if not has_layers(decoder):
+    if not getattr(decoder, "layers", None):
         raise UserError(
             f"{setting} needs a decoder with a list of layers, and {type(decoder).__name__} has no attribute `layers`; "
             f"{hint}"

@@ -163,13 +163,11 @@ class Estimate:
 
     @cached_property
     def processes(self) -> dict[str, Process]:
-        """A process of the first, a middle and the last stage by name; one if there is no pipeline.
-
-        The middle one is the second: no later one has more layers, or more micro-batches in flight.
-        """
+        """A process of the first, a middle and the last stage by name; one if there is no pipeline."""
         pp = self.dims.pp
         if pp == 1:
             return {"all": self.process}
+        # the middle one is the second: no later one has more layers, or more micro-batches in flight
         stages = {"first": 0, "last": 1} if pp == 2 else {"first": 0, "middle": 1, "last": pp - 1}
         return {name: replace(self.process, stage=stage) for name, stage in stages.items()}
 
@@ -202,11 +200,9 @@ class Estimate:
 
     @property
     def loaded_bytes_per_node(self) -> float:
-        """Bytes that the processes of a node read when a run starts, in the precision of most model files.
-
-        Replicas of a shard read a part of it each.
-        """
+        """Bytes that the processes of a node read when a run starts, in the precision of most model files."""
         num_gpus = min(self.cluster.gpus_per_node, self.cluster.num_gpus)
+        # replicas of a shard read a part of it each
         return 2 * self.process.elements.total / self.dims.fsdp_size * num_gpus / self.dims.dp_replicate
 
     @property

@@ -4,8 +4,6 @@ A mesh is evaluated with its fastest choice of gradient checkpointing, ZeRO stag
 budget. The pairs per step stay the same.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -169,8 +167,7 @@ def fastest_of_mesh(estimate: Estimate, dims: ParallelDims) -> Estimate | None:
                 found.append(fitting)
             if dims.pp == 1 and (fitting is None or fitting.workload.most_micro_batches == 1):
                 break  # more rows need more memory, or change nothing; a pipeline also holds fewer micro-batches then
-    own = estimate.token_budget
-    return min(found, key=lambda each: (each.step_seconds, each.token_budget != own), default=None)
+    return min(found, key=lambda each: (each.step_seconds, each.token_budget != estimate.token_budget), default=None)
 
 
 def _strategies(estimate: Estimate, dims: ParallelDims) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,6 @@
 (tests/plan/test_published_steps.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -152,17 +150,13 @@ def step_time(
     micro_batches: float,
     compiled: Compiled,
     *,
-    flops: Flops | None = None,
-    exposed_tp: float = 1.0,
+    flops: Flops | None = None,  # if not those of the process's settings
+    exposed_tp: float = 1.0,  # share of the messages of tp that products wait for; less with torchtitan's async TP
 ) -> StepTime:
     """Expected time of a step.
 
     FSDP2 gathers and reduces while layers compute: what takes longer than they do is exposed. Products wait for the
     messages of tp, cp and pp, and the optimizer for the sum over replicas.
-
-    Args:
-        flops: if not those of the process's settings.
-        exposed_tp: share of the messages of tp that products wait for; less than one with torchtitan's async TP.
     """
     gpu, dims = cluster.gpu, process.dims
     flops = flops or step_flops(process, rows)

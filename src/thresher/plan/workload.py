@@ -3,8 +3,6 @@
 Every response token counts as scored: a store's lengths do not say which turns of a conversation are masked.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

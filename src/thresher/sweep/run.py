@@ -1,7 +1,5 @@
 """A sweep from its grid to its results: checks, the trials on Ray Tune, and `sweep.json`, which a restart reads."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -61,11 +59,7 @@ class Sweep:
             _check_runtime(config)
 
     def run(self, prepare: Callable[[], None]) -> list[Result]:
-        """Run the trials that have not ended; return the results in grid order.
-
-        Args:
-            prepare: Called with the directory locked, before the first trial starts.
-        """
+        """Lock the directory, call `prepare` and run the trials that have not ended; return results in grid order."""
         with lock_run(self.directory):
             self._check_same_settings()
             ends = [read_end(run_dir) for run_dir in self.run_dirs]

@@ -3,8 +3,6 @@
 Tune's files are temporary, because a sweep that is started again reads its run directories, which contain no pickles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile
@@ -59,18 +57,13 @@ class _Interrupt(tune.Stopper):  # type: ignore[misc]
 def run_trials(
     requests: Mapping[int, TrialRequest],
     *,
-    max_concurrent: int | None,
+    max_concurrent: int | None,  # None: as many as the GPUs allow, and one on CPUs, where a run uses all cores
     gpus_per_trial: int,
     scheduler: ASHAScheduler | None,
     interrupt_file: Path,
-    stop_seconds: float,
+    stop_seconds: float,  # to save the running trials after a signal
 ) -> None:
-    """Run the trials on a Ray session of this machine, until all have ended or a signal created the interrupt file.
-
-    Args:
-        max_concurrent: None means as many as the GPUs allow, and one on CPUs, where a run uses all cores.
-        stop_seconds: Time to save the running trials after a signal.
-    """
+    """Run the trials on a Ray session of this machine, until all have ended or a signal created the interrupt file."""
     with (
         stop_on_signals(interrupt_file, stop_seconds),
         ray_session(None),

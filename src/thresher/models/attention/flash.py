@@ -4,8 +4,6 @@ One autograd function for the full packed row, since autograd of torch's kernels
 In the backward, each call gets the joined output and log-sum-exp, and so computes its keys' share of the full softmax.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -21,6 +19,7 @@ from thresher.models.attention.segments import Segment, query_slices
 # gradient of the output, query, key, value, output, log-sum-exps
 _Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Grads = tuple[Tensor, Tensor, Tensor]  # of query, key, value
+_Output = tuple[Tensor, Tensor]  # [queries, heads, dim], and the log-sum-exps [heads, queries]
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ class SegmentedFlash(torch.autograd.Function):
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor | None], lengths: list[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exps [heads, queries]."""
+) -> _Output:
     own, *prefixes = _from_flat(tensors, lengths)
     forward, _ = _KERNELS[query.device.type]
     out, log_sums = forward(query, _take(key, own.keys), _take(value, own.keys), own, scale)
@@ -148,7 +146,7 @@ _LIBRARY.impl("segmented_flash", _attend, "CUDA")
 
 
 @torch.library.register_fake("thresher::segmented_flash", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _without_values(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+def _without_values(query: Tensor, *_rest: Any) -> _Output:
     return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
 
 
@@ -159,9 +157,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, calls: Calls, sca
     return out.transpose(0, 1)[None]
 
 
-def _cuda_forward(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> _Output:
     out, log_sums, _ = _varlen_operators()._varlen_attn(
         query, key, value, *_lengths(sequences), sequences.is_causal, scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -187,10 +183,7 @@ def _lengths(sequences: Sequences) -> tuple[Tensor, Tensor, int, int]:
     return sequences.query_ends, sequences.key_ends, max(sequences.query_lengths), max(sequences.key_lengths)
 
 
-def _cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float
-) -> tuple[Tensor, Tensor]:
-    """query [queries, heads, dim], key and value [keys, kv heads, dim] -> [queries, heads, dim], [heads, queries]."""
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> _Output:
     query, key, value = (_heads_first(tensor) for tensor in (query, key, value))
     out = torch.empty_like(query)
     log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -231,13 +224,13 @@ def _rows_first(heads: Tensor) -> Tensor:
     return heads[0].transpose(0, 1)
 
 
-_KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., _Grads]]] = {
+_KERNELS: dict[str, tuple[Callable[..., _Output], Callable[..., _Grads]]] = {
     "cpu": (_cpu_forward, _cpu_backward),
     "cuda": (_cuda_forward, _cuda_backward),
 }
 
 
-def _join(first: Tensor, first_sums: Tensor, second: Tensor, second_sums: Tensor) -> tuple[Tensor, Tensor]:
+def _join(first: Tensor, first_sums: Tensor, second: Tensor, second_sums: Tensor) -> _Output:
     """Combine attention over two disjoint sets of keys, each with the log-sum-exp of its scores [heads, queries]."""
     log_sums = torch.logaddexp(first_sums, second_sums)
     first_weight = (first_sums - log_sums).exp().t().unsqueeze(-1)

@@ -4,8 +4,6 @@ The blocks are listed on the host, because `create_block_mask` allocates a numbe
 memory are one number per query and one per pair of blocks. The backward has no CPU kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -51,12 +49,9 @@ def flex_segment_attention(
     mask: BlockMask,
     scale: float,
     softcap: float | None,
-    attend: Callable[..., Any] = flex_attention,
+    attend: Callable[..., Any] = flex_attention,  # uncompiled, it allocates the scores of all queries and keys
 ) -> Tensor:
-    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim].
-
-    Uncompiled, FlexAttention allocates the scores of all queries and keys.
-    """
+    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
 
     def capped(score: Tensor, *_indices: Tensor) -> Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
@@ -156,10 +151,8 @@ def block_lists(keys: VisibleKeys, num_keys: int, block_size: int) -> tuple[Bloc
     visible = _count_visible_pairs(keys, num_keys, block_size)
     is_full = visible == block_size**2
     is_partial = (visible > 0) & ~is_full
-    return (
-        BlockLists(*_listed(is_partial), *_listed(is_full)),
-        BlockLists(*_listed(is_partial.T), *_listed(is_full.T)),
-    )
+    by_query = BlockLists(*_listed(is_partial), *_listed(is_full))
+    return by_query, BlockLists(*_listed(is_partial.T), *_listed(is_full.T))
 
 
 def _count_visible_pairs(keys: VisibleKeys, num_keys: int, block_size: int) -> Integers:

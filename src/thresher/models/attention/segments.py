@@ -52,10 +52,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """The segments as one object that compiled layers pass on as opaque.
-
-    With a bare tuple, torch.compile would guard on its length and recompile for every number of pairs.
-    """
+    """The segments as an opaque object: of a tuple, torch.compile would guard the length, and recompile for each."""
 
     segments: tuple[Segment, ...]
     exchange: ContextParallel | None = None  # the all-to-all of context parallelism
@@ -63,11 +60,8 @@ class PackedAttention:
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the segments in the form that a kernel reads, made once per micro-batch.
-
-        It lives as long as the micro-batch: a pipeline stage has many in flight, and its backward may compute a forward
-        again.
-        """
+        """Return the segments in the form that a kernel reads, made once per micro-batch."""
+        # of this micro-batch: a pipeline stage has many in flight, and its backward may compute a forward again
         if key not in self._made:
             self._made[key] = make()
         return cast("T", self._made[key])

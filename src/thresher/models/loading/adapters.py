@@ -195,10 +195,8 @@ def _matches_nothing(model: nn.Module, target: Sequence[str]) -> str:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Initialize adapters; the initial output equals the base model's.
-
-    Each tensor's random generator is seeded by its name, so values do not depend on how the model is sharded.
-    """
+    """Initialize adapters; the initial output equals the base model's."""
+    # each tensor's generator is seeded by its name, so values do not depend on how the model is sharded
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             to_local(parameter).copy_(initial_values(name, parameter.shape, seed)[local_slices(parameter)])

@@ -3,8 +3,6 @@
 Code in model repositories runs only if trusted, pickled weights are rejected, and all dropout is disabled.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator, Mapping
@@ -75,10 +73,8 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrain
 
 
 def _read_once(auto: Any, directory: str, trust_remote_code: bool, arguments: Mapping[str, Any]) -> Any:
-    """Read a config or tokenizer; of a GGUF file once per process, because that takes seconds of pure Python.
-
-    A run reads both in its checks, for its data and for each model. The caller gets a copy, which it may change.
-    """
+    """Read a config or tokenizer; of a GGUF file once per process, because that takes seconds of pure Python."""
+    # a run reads both in its checks, for its data and for each model; the caller gets a copy, which it may change
     if "gguf_file" not in arguments:
         return auto.from_pretrained(directory, trust_remote_code=trust_remote_code, **arguments)
     file = (Path(directory) / arguments["gguf_file"]).resolve()
@@ -186,14 +182,12 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, path: str) -> int | None:
-    """Return the id to pad with: of `model_args.pad_token`, of the tokenizer's pad token, or of EOS; None without any.
-
-    Padding is masked and never scored, so EOS may be used for it; the tokenizer keeps having no pad token then.
-    """
+    """Return the id to pad with: of `model_args.pad_token`, of the tokenizer's pad token, or of EOS; or None."""
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise UserError(f"pad_token {pad_token!r} is not in the vocabulary of {path}; name an existing token")
         tokenizer.pad_token = pad_token
+    # padding is masked and never scored, so EOS may be used for it; the tokenizer keeps having no pad token then
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return None if pad_id is None else int(pad_id)
 

@@ -200,10 +200,7 @@ def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
 def load_modules(
     model: PreTrainedModel, path: str, device: torch.device, after_module: Callable[[nn.Module], None]
 ) -> None:
-    """Allocate and read whole parameters, one module at a time; adapters are not read.
-
-    `after_module` is called with each module that has parameters; it may take their memory away again.
-    """
+    """Allocate and read whole parameters but adapters, module by module; `after_module` may free them again."""
     reader = SafetensorsReader(path, model.all_tied_weights_keys)
     # a tied parameter belongs to two modules, and is stored under the first of its names
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -245,10 +242,7 @@ def _stored_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> Iterat
 
 
 class SafetensorsReader:
-    """Reads tensor shards from a model's safetensors files.
-
-    `tied` maps names to the ones they equal; with `compares_tied`, their values are compared if the files have both.
-    """
+    """Reads tensor shards from a model's safetensors files; `tied` maps names to the ones that they equal."""
 
     def __init__(self, directory: str | Path, tied: Mapping[str, str] | None = None, *, compares_tied: bool = True):
         self._directory = str(directory)

@@ -1,7 +1,5 @@
 """What of a model is trained: all weights, all but frozen modules, or LoRA adapters above narrowed matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +28,7 @@ class TrainedParts:
         return self.lora is not None or self.adapter is not None
 
     def apply(self, model: PreTrainedModel, frozen_dtype: torch.dtype | None = None) -> nn.Module:
-        """Add adapters and freeze the rest, or freeze the named modules; the model may be on the meta device.
-
-        `frozen_dtype` is the precision of the layers' matrices under adapters, None the model's.
-        """
+        """Add adapters, with frozen matrices in `frozen_dtype`, or freeze the named modules; on the meta device too."""
         if self.frozen_prefixes:
             freeze_modules(model, self.frozen_prefixes)
         if self.adapter is not None:

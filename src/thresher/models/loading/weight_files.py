@@ -4,8 +4,6 @@ In the order of transformers: `transformers_weights` of config.json, model.safet
 Files that transformers would not read by tensor name from safetensors are rejected.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +23,7 @@ _DISTRIBUTED_CHECKPOINT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safeten
 
 
 def find_weight_files(path: str) -> tuple[Path, ...]:
-    """Return the safetensors files of a model directory or hub model, or the GGUF file.
-
-    A tensor in several files is read from the last one.
-    """
+    """Return the GGUF file or the safetensors files of a model; the last one that has a tensor is read."""
     if path.endswith(".gguf"):
         return (Path(path),)
     if find_file(path, "adapter_config.json") is not None:

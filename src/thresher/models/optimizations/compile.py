@@ -5,8 +5,6 @@ layer also sends messages between its matrices, is a part of a pipeline, or keep
 its elementwise functions are compiled one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from torch import nn
 
 from thresher.errors import UserError
 from thresher.models.optimizations.llama_layers import COMPILED, elementwise_function
-from thresher.models.pipeline_chunk import has_layers, local_layers
+from thresher.models.pipeline_chunk import local_layers
 
 _SETTING, _HINT = "actor_train.training_args.torch_compile", "set torch_compile to false"
 # variants differ in gradients, in windows and in the rows that the last layer keeps. torch would stop at 8: it logs a
@@ -33,7 +31,7 @@ class Compilation:
     is_optional: bool = False  # skip models that have none
 
     def apply(self, backbone: nn.Module) -> None:
-        if self.is_optional and not has_layers(backbone):
+        if self.is_optional and not getattr(backbone, "layers", None):
             return
         if self.parts == "layers":
             compile_layers(backbone)

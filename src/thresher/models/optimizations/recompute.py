@@ -10,8 +10,6 @@ activations are computed again. So are:
 - the gathered rows of sequence parallelism, as many times larger than a process's own rows as there are processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -45,10 +43,7 @@ _COMPILED = "inductor_compiled_code"
 
 
 def recompute_activations(model: PreTrainedModel, recompute: Recompute, *, offload: bool = False) -> None:
-    """Let a model's layers compute activations again in the backward; adapters are attached already.
-
-    `offload` keeps the layers' inputs in host memory until then.
-    """
+    """Let layers with their adapters compute activations again; `offload` keeps their inputs on the host until then."""
     if recompute == "off":
         return
     options: dict[str, Any] = {"use_reentrant": False}

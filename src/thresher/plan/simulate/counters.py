@@ -48,10 +48,7 @@ _OWN = str(Path(__file__).resolve().parent)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Live and peak bytes of the storages that operations return, and of tensors given to `add`.
-
-    device_type: count only tensors on such devices.
-    """
+    """Live and peak bytes of the storages that operations return and of tensors given to `add`, on a device type."""
 
     def __init__(self, device_type: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,10 +103,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def leave_shapes_uncounted() -> None:
-    """Let DTensor derive the shape of a result outside of all modes.
-
-    It computes with tensors of the whole shape that have no memory, which only in a simulation are like all others.
-    """
+    """Let DTensor derive the shape of a result outside of all modes."""
+    # with tensors of the whole shape that have no memory, which only in a simulation are like all others
     derive = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def derive_uncounted(propagator: ShardingPropagator, operation: Any) -> Any:
@@ -120,15 +115,12 @@ def leave_shapes_uncounted() -> None:
 
 
 class Collective(NamedTuple):
-    """ranks: of its process group, in the world. device: type of the device of the payload.
-
-    is_of_numbers: the payload is in fp64, so it is not a tensor of the model.
-    """
+    """A kind of collective in a group of processes."""
 
     kind: Kind
-    ranks: tuple[int, ...]
-    device: str
-    is_of_numbers: bool = False
+    ranks: tuple[int, ...]  # of its process group, in the world
+    device: str  # type of the device of the payload
+    is_of_numbers: bool = False  # the payload is in fp64, so it is not a tensor of the model
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -190,14 +182,12 @@ class OperationCounter(TorchDispatchMode):
 
 
 class HostSide(TorchDispatchMode):
-    """Keeps tensors of the host real, because lengths and indices are read from them.
-
-    reads: by file and line, how often the host waits for the device: a scalar is read, a size depends on values, or a
-    copy is not asynchronous.
-    """
+    """Keeps tensors of the host real, because lengths and indices are read from them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # by file and line, how often the host waits for the device: a scalar is read, a size depends on values, or a
+        # copy is not asynchronous
         self.reads: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,12 +1,7 @@
 """One rank of a simulated run: the code of training builds the policy and makes steps, on fake tensors.
 
-Weights and adapters are allocated and never read. Attention is what a GPU returns and keeps for the backward, in shapes
-alone.
-
-Imported after __main__.py has changed torch.
+Weights and adapters are allocated and never read. Imported after __main__.py has changed torch.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable

@@ -12,33 +12,26 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broa
 
 @dataclass(frozen=True)
 class RankRequest:
-    """config: the values of a DPOConfig. micro_batches: of one step; lengths (prompt, chosen, rejected) of their pairs.
+    """A rank to simulate."""
 
-    pairs_per_step: over all ranks. reference: how the policy's processes score it in each step, if they do.
-    memory: of the device in bytes.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # the values of a DPOConfig
     rank: int
     num_processes: int
-    micro_batches: list[list[list[int]]]
-    pairs_per_step: int
-    reference: Literal["adapter", "copy"] | None
-    memory: int
+    micro_batches: list[list[list[int]]]  # of one step; lengths (prompt, chosen, rejected) of their pairs
+    pairs_per_step: int  # over all ranks
+    reference: Literal["adapter", "copy"] | None  # how the policy's processes score it in each step, if they do
+    memory: int  # of the device in bytes
 
 
 @dataclass(frozen=True)
 class CountedCollective:
-    """Collectives of one kind in a group of `size` processes.
-
-    payload: bytes of the output of an all-gather, of the input of others.
-    """
+    """Collectives of one kind in a group of `size` processes."""
 
     axis: CountedAxis
     kind: Kind
     size: int
     calls: int
-    payload: int
+    payload: int  # bytes of the output of an all-gather, of the input of others
     on_host: bool
 
     @property
@@ -51,21 +44,17 @@ class CountedCollective:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Counts of one optimizer step. Bytes are those of the device.
-
-    held: weights and optimizer state, between steps. reads: by file and line, how often the host waits for the device.
-    flops: of matrix products by dtype. seconds, resident: CPU time and memory of the simulation itself.
-    """
+    """Counts of one optimizer step. Bytes are those of the device."""
 
     rank: int
-    held: int
+    held: int  # weights and optimizer state, between steps
     peak: int
     collectives: list[CountedCollective]
-    reads: dict[str, int]
-    flops: dict[str, int]
+    reads: dict[str, int]  # by file and line, how often the host waits for the device
+    flops: dict[str, int]  # of matrix products by dtype
     operations: int
-    seconds: float
-    resident: int
+    seconds: float  # CPU time of the simulation itself
+    resident: int  # and its memory
 
     @property
     def wire_bytes(self) -> dict[str, float]:
