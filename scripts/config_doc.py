@@ -1,4 +1,4 @@
-"""The tables of docs/reference/config.md and docs/guides/import.md, made from the code that they describe.
+"""The tables of docs/reference/config.md and the pages of docs/reference/import-keys, made from the code they describe.
 
 Keys, types and defaults come from the schema, meanings from the docstrings of the fields. A key without a docstring is
 an error. The keys of other trainers come from the tables that translate them. Run scripts/make-config-doc.
@@ -19,7 +19,7 @@ from thresher.importers.convert import DIALECTS
 from thresher.importers.translation import Dialect, Rule
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
-IMPORT_PAGE = PAGE.parents[1] / "guides" / "import.md"
+IMPORT_PAGES = PAGE.with_name("import-keys")
 BEGIN = "<!-- begin: written by scripts/make-config-doc -->"
 END = "<!-- end: written by scripts/make-config-doc -->"
 
@@ -116,23 +116,23 @@ def _type(schema: dict[str, Any]) -> str:
     return " ".join([schema["type"], ", ".join(bounds)]).strip()
 
 
-def render_imports() -> str:
-    """Return a table of the keys of each trainer, and one of the keys that several trainers have from transformers."""
-    sections = [_import_section(dialect) for dialect in sorted(DIALECTS, key=lambda dialect: dialect.title.lower())]
+def render_imports() -> dict[str, str]:
+    """Return a page per trainer by its file name, and one for the keys that several trainers have from transformers."""
     shared = [
-        "## Keys of transformers",
-        "",
-        "`TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share.",
-        "",
+        *_heading(
+            "transformers",
+            "Keys of transformers' `TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share.",
+        ),
         *_import_table(huggingface.TABLE),
         "",
         _neutral(huggingface.NEUTRAL.split()),
         "",
     ]
-    return "\n".join([*sections, *shared])
+    pages = {f"{dialect.name}.md": _import_page(dialect) for dialect in DIALECTS}
+    return {**pages, "transformers.md": "\n".join(shared)}
 
 
-def _import_section(dialect: Dialect) -> str:
+def _import_page(dialect: Dialect) -> str:
     shared, ours = set(huggingface.NEUTRAL.split()), {} if dialect.name != "roll" else roll.our_keys()
     own = {
         key: rule
@@ -140,15 +140,20 @@ def _import_section(dialect: Dialect) -> str:
         if huggingface.TABLE.get(key) is not rule and ours.get(key) != rule
     }
     neutral = [key for key in dialect.neutral if key not in shared or not shared <= {*dialect.neutral}]
-    lines = [f"## {dialect.title}", "", *_import_table(own), "", _neutral(neutral), ""]
+    intro = f"How `thresher import` handles each key of {dialect.title}. [What the words mean](index.md)."
+    lines = [*_heading(dialect.title, intro), *_import_table(own), "", _neutral(neutral), ""]
     if len(own) < len(dialect.table):
-        others = (
-            "All other keys are ours." if ours else "For its other keys, see [transformers](#keys-of-transformers)."
-        )
-        lines += [others, ""]
+        lines += [
+            "All other keys are thresher's own." if ours else "Its other keys are [transformers'](transformers.md).",
+            "",
+        ]
     defaults = dialect.defaults({"processes": 1})
     spelled = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in defaults.items())
     return "\n".join([*lines, f"Defaults that are written out: {spelled}.", ""])
+
+
+def _heading(title: str, intro: str) -> list[str]:
+    return [f"# {title}", "", "<!-- written by scripts/make-config-doc -->", "", intro, ""]
 
 
 def _neutral(keys: list[str]) -> str:
@@ -156,9 +161,11 @@ def _neutral(keys: list[str]) -> str:
 
 
 def _import_table(table: dict[str, Rule]) -> list[str]:
-    lines = ["| key | here | how it is handled |", "|---|---|---|"]
+    """Two columns, which fit a phone: the notes are long."""
+    lines = ["| key | here |", "|---|---|"]
     for rule, keys in _group(table):
-        cells = (", ".join(f"`{key}`" for key in keys), ", ".join(f"`{key}`" for key in rule.targets), _fate(rule))
+        targets = ", ".join(f"`{key}`" for key in rule.targets)
+        cells = (", ".join(f"`{key}`" for key in keys), ". ".join(part for part in (targets, _fate(rule)) if part))
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return lines
 
@@ -177,14 +184,14 @@ def _group(table: dict[str, Rule]) -> list[tuple[Rule, list[str]]]:
 
 def _fate(rule: Rule) -> str:
     if rule.differs:
-        fate = "different meaning"
+        fate = "Different meaning"
     elif rule.targets:
-        fate = "applied" if rule.function is None else "translated"
+        fate = "" if rule.function is None else "Translated"
     elif rule.function is not None:
-        fate = "checked"
+        fate = "Checked"
     else:
-        fate = "**no equivalent**" if rule.changes_numbers else "no equivalent"
-    return f"{fate}: {rule.note}" if rule.note else fate
+        fate = "**No equivalent**" if rule.changes_numbers else "No equivalent"
+    return ": ".join(part for part in (fate, rule.note) if part)
 
 
 def with_tables(page: str, tables: str) -> str:
@@ -197,5 +204,6 @@ def with_tables(page: str, tables: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, tables in ((PAGE, render()), (IMPORT_PAGE, render_imports())):
-        path.write_text(with_tables(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), render()), encoding="utf-8")
+    for name, text in render_imports().items():
+        (IMPORT_PAGES / name).write_text(text, encoding="utf-8")
