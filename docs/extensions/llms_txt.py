@@ -1,12 +1,13 @@
 """Write llms.txt (https://llmstxt.org) beside index.html: every page by section, with a one-line description.
 
-Sections are the root's toctree, pages those of each section's index. The index of a section describes its pages in a
+Sections are the root's toctree, pages those below each section's index. An index describes its pages in a
 list of `- [title](page.md): description`; the same text becomes the description in the head of each page.
 """
 
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -22,8 +23,8 @@ def describe_pages(env: BuildEnvironment) -> dict[str, str]:
     """Map each page to its description; that of a section, and of the site, is its first paragraph."""
     root = env.config.root_doc
     described = {root: _first_paragraph(env, root)}
-    for section in env.toctree_includes[root]:
-        described[section] = _first_paragraph(env, section)
+    described |= {section: _first_paragraph(env, section) for section in env.toctree_includes[root]}
+    for section in [page for page in env.toctree_includes if page != root]:
         for item in env.get_doctree(section).findall(nodes.list_item):
             link = next(iter(item.findall(addnodes.pending_xref)), None)
             if link is not None:
@@ -40,9 +41,16 @@ def render(env: BuildEnvironment, described: dict[str, str], suffix: str) -> str
     lines = [f"# {env.titles[root].astext()}", "", f"> {described[root]}"]
     for section in env.toctree_includes[root]:
         lines += ["", f"## {env.titles[section].astext()}", ""]
-        for page in (section, *env.toctree_includes.get(section, ())):
+        for page in _pages(env, section):
             lines.append(f"- [{env.titles[page].astext()}]({page}{suffix}): {described[page]}")
     return "\n".join([*lines, ""])
+
+
+def _pages(env: BuildEnvironment, page: str) -> Iterator[str]:
+    """Yield a page, and the pages below it."""
+    yield page
+    for inner in env.toctree_includes.get(page, ()):
+        yield from _pages(env, inner)
 
 
 def _first_paragraph(env: BuildEnvironment, page: str) -> str:

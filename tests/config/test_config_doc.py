@@ -1,4 +1,4 @@
-"""docs/reference/config.md and docs/guides/import.md: their tables are what the code says today."""
+"""docs/reference/config.md and docs/reference/import-keys: they are what the code says today."""
 
 from __future__ import annotations
 
@@ -29,24 +29,38 @@ def test_the_page_is_what_the_schema_says(config_doc: ModuleType) -> None:
     assert page == config_doc.with_tables(page, config_doc.render()), "stale; run scripts/make-config-doc"
 
 
-def test_the_page_of_other_trainers_is_what_their_tables_say(config_doc: ModuleType) -> None:
-    page = config_doc.IMPORT_PAGE.read_text(encoding="utf-8")
-    assert page == config_doc.with_tables(page, config_doc.render_imports()), "stale; run scripts/make-config-doc"
+def test_the_pages_of_other_trainers_are_what_their_tables_say(config_doc: ModuleType) -> None:
+    pages = config_doc.render_imports()
+    for name, text in pages.items():
+        assert (config_doc.IMPORT_PAGES / name).read_text(encoding="utf-8") == text, (
+            "stale; run scripts/make-config-doc"
+        )
+    assert {path.name for path in config_doc.IMPORT_PAGES.iterdir()} == set(pages)
     for dialect in DIALECTS:
+        own = next(text for text in pages.values() if f"\n# {dialect.title}\n" in text) + pages["transformers.md"]
         assert [
-            key for key in (*dialect.table, *dialect.neutral) if f"`{key}`" not in page and key not in our_keys()
+            key for key in (*dialect.table, *dialect.neutral) if f"`{key}`" not in own and key not in our_keys()
         ] == []
 
 
-def test_every_key_has_a_row(config_doc: ModuleType) -> None:
-    tables = config_doc.render()
+def test_every_key_is_on_the_page_with_all_its_places_as_anchors(config_doc: ModuleType) -> None:
+    chapters = config_doc.chapters()
     sections = config_doc.find_places()
     for cls in sections:
+        title = config_doc.TITLES[cls.__name__]
+        listed = {key.name for chapter in chapters if chapter.title in (title, "Objective") for key in chapter.keys}
         for name in cls.model_fields:
-            assert inner_section(cls, name) in sections or f"| `{name}` |" in tables, name
-    assert {key.rpartition(".")[2] for key, _ in known_keys(DPOConfig)} <= {
-        n for cls in sections for n in cls.model_fields
+            assert inner_section(cls, name) in sections or name in listed, name
+    anchors = [anchor for chapter in chapters for key in chapter.keys for anchor in key.anchors]
+    assert len(anchors) == len(set(anchors))
+    leaves = {key for key, _ in known_keys(DPOConfig) if not any(other.startswith(f"{key}.") for other in anchors)}
+    assert leaves <= set(anchors) | {
+        "actor_train.strategy_args.strategy_config",
+        "reference.strategy_args.strategy_config",
     }
+    assert {"deepspeed.zero_stage", "fsdp2.zero_stage", "actor_train.strategy_args.strategy_config.zero_stage"} <= set(
+        anchors
+    )
 
 
 def test_a_key_without_a_docstring_is_rejected(config_doc: ModuleType) -> None:
@@ -56,7 +70,7 @@ def test_a_key_without_a_docstring_is_rejected(config_doc: ModuleType) -> None:
         key: int = 1
 
     with pytest.raises(ValueError, match="config key key has no docstring"):
-        config_doc._table(Bare, {"": Bare()}, ["key"], None)
+        config_doc._chapter("Bare", Bare, {"": Bare()}, ["key"], set())
 
 
 def test_a_page_without_markers_is_rejected(config_doc: ModuleType) -> None:
