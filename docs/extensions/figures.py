@@ -1,7 +1,7 @@
-"""SVG figures become a part of the page, so that they follow the theme that the reader chose on the site.
+"""Figures and pictures that follow the theme that the reader chose on the site; an image follows the system only.
 
-An image could follow the reader's system only. Figures are the SVG files with the class `fig`; their colours on the
-site are in docs/_static/figures.css.
+SVG files with the class `fig` become a part of the page; their colours are in docs/_static/figures.css. A picture
+NAME-light.png with a NAME-dark.png beside it becomes both, each for its theme.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
 from sphinx.writers.html5 import HTML5Translator
 
 _STYLE = re.compile(r"<style>.*?</style>\n?", re.DOTALL)
@@ -38,7 +39,26 @@ def _depart_image(translator: HTML5Translator, node: nodes.image) -> None:
     HTML5Translator.depart_image(translator, node)
 
 
+class PictureOfEachTheme(SphinxTransform):
+    """Add the dark picture after the light one, before Sphinx collects the images of a page."""
+
+    default_priority = 400
+
+    def apply(self, **_arguments: object) -> None:
+        folder = Path(self.env.doc2path(self.env.docname)).parent
+        for image in list(self.document.findall(nodes.image)):
+            uri = image["uri"]
+            other = re.sub(r"-light\.png$", "-dark.png", uri)
+            if other != uri and (folder / other).is_file():
+                dark = image.deepcopy()
+                dark["uri"] = other
+                image["classes"].append("only-light")
+                dark["classes"].append("only-dark")
+                image.parent.insert(image.parent.index(image) + 1, dark)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_node(nodes.image, override=True, html=(_visit_image, _depart_image))
+    app.add_transform(PictureOfEachTheme)
     app.add_css_file("figures.css")
     return {"parallel_read_safe": True, "parallel_write_safe": True}
