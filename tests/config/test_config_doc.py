@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-from types import ModuleType
-
+import config_doc
 import pytest
 
-from tests.support.paths import ROOT
 from thresher.config import DPOConfig
 from thresher.config.section import Section, inner_section, known_keys
 from thresher.importers.convert import DIALECTS
 from thresher.importers.roll import our_keys
 
 
-@pytest.fixture(scope="module")
-def config_doc() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("config_doc", ROOT / "scripts" / "config_doc.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_what_the_schema_says(config_doc: ModuleType) -> None:
+def test_the_page_is_what_the_schema_says() -> None:
     page = config_doc.PAGE.read_text(encoding="utf-8")
     assert page == config_doc.with_tables(page, config_doc.render()), "stale; run scripts/make-config-doc"
 
 
-def test_the_pages_of_other_trainers_are_what_their_tables_say(config_doc: ModuleType) -> None:
+def test_the_pages_of_other_trainers_are_what_their_tables_say() -> None:
     pages = config_doc.render_imports()
     for name, text in pages.items():
         assert (config_doc.IMPORT_PAGES / name).read_text(encoding="utf-8") == text, (
@@ -43,7 +30,7 @@ def test_the_pages_of_other_trainers_are_what_their_tables_say(config_doc: Modul
         ] == []
 
 
-def test_every_key_is_on_the_page_with_all_its_places_as_anchors(config_doc: ModuleType) -> None:
+def test_every_key_is_on_the_page_with_all_its_places_as_anchors() -> None:
     chapters = config_doc.chapters()
     sections = config_doc.find_places()
     for cls in sections:
@@ -63,7 +50,7 @@ def test_every_key_is_on_the_page_with_all_its_places_as_anchors(config_doc: Mod
     )
 
 
-def test_a_key_without_a_docstring_is_rejected(config_doc: ModuleType) -> None:
+def test_a_key_without_a_docstring_is_rejected() -> None:
     class Bare(Section):
         """A section."""
 
@@ -73,6 +60,6 @@ def test_a_key_without_a_docstring_is_rejected(config_doc: ModuleType) -> None:
         config_doc._chapter("Bare", Bare, {"": Bare()}, ["key"], set())
 
 
-def test_a_page_without_markers_is_rejected(config_doc: ModuleType) -> None:
+def test_a_page_without_markers_is_rejected() -> None:
     with pytest.raises(ValueError, match="must contain the lines"):
         config_doc.with_tables("# Config\n", "")
