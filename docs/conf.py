@@ -36,6 +36,8 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4  # as on a code host: every heading can be linked to
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+napoleon_numpy_docstring = False
+autoclass_content = "both"  # arguments may be described at the class or at its constructor
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
