@@ -49,7 +49,8 @@ class PictureOfEachTheme(SphinxTransform):
         for image in list(self.document.findall(nodes.image)):
             uri = image["uri"]
             other = re.sub(r"-light\.png$", "-dark.png", uri)
-            if other != uri and (folder / other).is_file():
+            is_chosen = {"only-light", "dark-light"} & set(image["classes"])  # the page says it itself
+            if other != uri and not is_chosen and (folder / other).is_file():
                 dark = image.deepcopy()
                 dark["uri"] = other
                 image["classes"].append("only-light")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -48,18 +47,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._in_paragraph:
             self.paragraphs[-1] += data
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("site") / "docs"
-    # scripts/docs turns every warning, such as a page in no toctree or a link to nothing, into an error
-    built = subprocess.run(
-        [ROOT / "scripts" / "docs"], env={**os.environ, "DOCS_OUTPUT": str(output)}, capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    assert "WARNING" not in built.stderr
-    return output
 
 
 @pytest.fixture(scope="module")
