@@ -26,7 +26,6 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
 IMPORT_PAGES = PAGE.parent / "import-keys"
 BEGIN = "<!-- begin: written by scripts/make-config-doc -->"
 END = "<!-- end: written by scripts/make-config-doc -->"
-GENERATED = "<!-- written by scripts/make-config-doc; do not edit -->"
 
 # the order of the page; classes with the same title are one chapter
 TITLES = {
@@ -190,44 +189,19 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def render_imports() -> dict[str, str]:
-    """Return the page of each trainer, of the keys that several trainers have from transformers, and their index."""
-    dialects = sorted(DIALECTS, key=lambda dialect: dialect.title.lower())
-    pages = {_page_name(dialect.title): _import_page(dialect) for dialect in dialects}
-    pages["transformers"] = "\n".join(
-        [
-            "# transformers",
-            "",
-            "Keys of `TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share.",
-            "A key without a note keeps its value.",
-            "",
-            *_import_table(huggingface.TABLE),
-            "",
-            _neutral(huggingface.NEUTRAL.split()),
-            "",
-        ]
-    )
-    titles = {name: text.partition("\n")[0].removeprefix("# ") for name, text in pages.items()}
-    index = [
-        "# Keys of other trainers",
+    """Return a page per trainer by its file name, and one for the keys that several trainers have from transformers."""
+    shared = [
+        *_heading(
+            "transformers",
+            "Keys of transformers' `TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share.",
+        ),
+        *_import_table(huggingface.TABLE),
         "",
-        "How `thresher import` handles each key of a trainer's config, made from the tables that translate them.",
-        "**No equivalent** in bold changes the training, unless the value turns the setting off.",
-        "`*` stands for any text.",
-        "",
-        *(f"- [{title}]({name}.md): every key of {title}, and its key here" for name, title in titles.items()),
-        "",
-        "```{toctree}",
-        ":hidden:",
-        "",
-        *titles,
-        "```",
+        _neutral(huggingface.NEUTRAL.split()),
         "",
     ]
-    return {f"{name}.md": f"{GENERATED}\n\n{text}" for name, text in {**pages, "index": "\n".join(index)}.items()}
-
-
-def _page_name(title: str) -> str:
-    return title.lower().replace(" ", "-")
+    pages = {f"{dialect.name}.md": _import_page(dialect) for dialect in DIALECTS}
+    return {**pages, "transformers.md": "\n".join(shared)}
 
 
 def _import_page(dialect: Dialect) -> str:
@@ -238,34 +212,32 @@ def _import_page(dialect: Dialect) -> str:
         if huggingface.TABLE.get(key) is not rule and ours.get(key) != rule
     }
     neutral = [key for key in dialect.neutral if key not in shared or not shared <= {*dialect.neutral}]
-    lines = [
-        f"# {dialect.title}",
-        "",
-        f"How `thresher import --from {dialect.name}` handles each key. A key without a note keeps its value.",
-        "",
-    ]
+    intro = f"How `thresher import` handles each key of {dialect.title}. [What the words mean](index.md)."
+    lines = [*_heading(dialect.title, intro), *_import_table(own), "", _neutral(neutral), ""]
     if len(own) < len(dialect.table):
-        others = (
-            "All other keys are thresher's own." if ours else "For its other keys, see [transformers](transformers.md)."
-        )
-        lines += [others, ""]
-    lines += [*_import_table(own), "", _neutral(neutral), ""]
+        lines += [
+            "All other keys are thresher's own." if ours else "Its other keys are [transformers'](transformers.md).",
+            "",
+        ]
     defaults = dialect.defaults({"processes": 1})
     spelled = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in defaults.items())
-    return "\n".join([*lines, f"Defaults that an import writes out, because thresher's differ: {spelled}.", ""])
+    return "\n".join([*lines, f"Defaults that are written out: {spelled}.", ""])
+
+
+def _heading(title: str, intro: str) -> list[str]:
+    return [f"# {title}", "", "<!-- written by scripts/make-config-doc -->", "", intro, ""]
 
 
 def _neutral(keys: list[str]) -> str:
-    return f"These keys change nothing here: {', '.join(f'`{key}`' for key in keys)}."
+    return f"Changes nothing here: {', '.join(f'`{key}`' for key in keys)}."
 
 
 def _import_table(table: dict[str, Rule]) -> list[str]:
-    lines = ["| key | in thresher |", "|---|---|"]
+    """Two columns, which fit a phone: the notes are long."""
+    lines = ["| key | here |", "|---|---|"]
     for rule, keys in _group(table):
-        targets = ", ".join(f"`{target}`" for target in rule.targets)
-        fate = _fate(rule)
-        told = [targets] if fate == "applied" else filter(None, (targets, fate))
-        cells = (", ".join(f"`{key}`" for key in keys), "<br>".join(told))
+        targets = ", ".join(f"`{key}`" for key in rule.targets)
+        cells = (", ".join(f"`{key}`" for key in keys), ". ".join(part for part in (targets, _fate(rule)) if part))
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return lines
 
@@ -284,14 +256,14 @@ def _group(table: dict[str, Rule]) -> list[tuple[Rule, list[str]]]:
 
 def _fate(rule: Rule) -> str:
     if rule.differs:
-        fate = "different meaning"
+        fate = "Different meaning"
     elif rule.targets:
-        fate = "applied" if rule.function is None else "translated"
+        fate = "" if rule.function is None else "Translated"
     elif rule.function is not None:
-        fate = "checked"
+        fate = "Checked"
     else:
-        fate = "**no equivalent**" if rule.changes_numbers else "no equivalent"
-    return f"{fate}: {rule.note}" if rule.note else fate
+        fate = "**No equivalent**" if rule.changes_numbers else "No equivalent"
+    return ": ".join(part for part in (fate, rule.note) if part)
 
 
 def with_tables(page: str, tables: str) -> str:
@@ -305,6 +277,5 @@ def with_tables(page: str, tables: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), render()), encoding="utf-8")
-    IMPORT_PAGES.mkdir(exist_ok=True)
     for name, text in render_imports().items():
         (IMPORT_PAGES / name).write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Write llms.txt (https://llmstxt.org) beside index.html: every page by section, with a one-line description.
 
-Sections are the root's toctree, pages those below each section's index. An index describes its pages in a
-list of `- [title](page.md): description`; the same text becomes the description in the head of each page.
+Sections are the root's toctree, pages those below each section's index. An index describes its pages in a list of
+`- [title](page.md): description`; the same text becomes the description in the head of each page.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def describe_pages(env: BuildEnvironment) -> dict[str, str]:
     root = env.config.root_doc
     described = {root: _first_paragraph(env, root)}
     described |= {section: _first_paragraph(env, section) for section in env.toctree_includes[root]}
-    for section in [page for page in env.toctree_includes if page != root]:
-        for item in env.get_doctree(section).findall(nodes.list_item):
+    for index in (page for section in env.toctree_includes[root] for page in _pages_below(env, section)):
+        if index not in env.toctree_includes:
+            continue
+        for item in env.get_doctree(index).findall(nodes.list_item):
             link = next(iter(item.findall(addnodes.pending_xref)), None)
             if link is not None:
                 described[link["reftarget"]] = _one_line(item).partition(": ")[2]
@@ -41,16 +43,16 @@ def render(env: BuildEnvironment, described: dict[str, str], suffix: str) -> str
     lines = [f"# {env.titles[root].astext()}", "", f"> {described[root]}"]
     for section in env.toctree_includes[root]:
         lines += ["", f"## {env.titles[section].astext()}", ""]
-        for page in _pages(env, section):
+        for page in _pages_below(env, section):
             lines.append(f"- [{env.titles[page].astext()}]({page}{suffix}): {described[page]}")
     return "\n".join([*lines, ""])
 
 
-def _pages(env: BuildEnvironment, page: str) -> Iterator[str]:
-    """Yield a page, and the pages below it."""
+def _pages_below(env: BuildEnvironment, page: str) -> Iterator[str]:
+    """Yield a page, and every page that its toctree names, at any depth."""
     yield page
-    for inner in env.toctree_includes.get(page, ()):
-        yield from _pages(env, inner)
+    for each in env.toctree_includes.get(page, ()):
+        yield from _pages_below(env, each)
 
 
 def _first_paragraph(env: BuildEnvironment, page: str) -> str:

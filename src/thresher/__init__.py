@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from thresher.errors import UserError
     from thresher.pipeline import DPOPipeline
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = ["DPOConfig", "DPOPipeline", "DPOTrainer", "TrainResult", "UserError", "load_config", "train"]
 

@@ -1,8 +1,9 @@
-"""The command, Python and YAML blocks of README.md and docs/get-started/ run as they are printed.
+"""The command, Python and YAML blocks of README.md, docs/get-started/ and docs/migrate/ run as they are printed.
 
 A page is a session: its blocks run in order, and directory and exported variables carry over from one to the next. A
-block after a line that ends in "`NAME`:" is written to the file NAME. YAML blocks without a name change the config of
-the page or of the quickstart, and must be valid together with it. ```text blocks are not run.
+block after a line that ends in "`NAME`:" is written to the file NAME; if a command has written that file, it must mean
+the same. YAML blocks without a name change the config of the page or of the quickstart, and must be valid together with
+it. ```text blocks are not run. A Hub model that a page names is a directory of that name, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,12 +31,20 @@ from tests.support.forks import python
 from tests.support.paths import ROOT
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.config import parse_config
+from thresher.importers.convert import DIALECTS
+from thresher.importers.read import recognize
 
 QUICKSTART = ROOT / "docs" / "get-started" / "quickstart.md"
 PAGES = [
     ROOT / "README.md",
-    *sorted(set((ROOT / "docs" / "get-started").glob("*.md")) - {QUICKSTART.with_name("index.md")}),
+    *sorted(
+        page
+        for section in ("get-started", "migrate")
+        for page in (ROOT / "docs" / section).glob("*.md")
+        if page.name != "index.md"
+    ),
 ]
+HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REPOSITORY = "https://github.com/thresher-ai/thresher"
 ROW = {"prompt": "What is two plus two?", "chosen": "Two plus two is four.", "rejected": "I do not care."}
 RUN = {"bash", "python"}
@@ -101,7 +110,15 @@ def named_files(page: Path) -> dict[str, str]:
 
 
 def configs(page: Path) -> list[dict[str, Any]]:
-    return [yaml.safe_load(text) for name, text in named_files(page).items() if name.endswith(".yaml")]
+    """Parse the page's own configs; the configs of other trainers on it are not ours to validate."""
+    values = [yaml.safe_load(text) for name, text in named_files(page).items() if name.endswith(".yaml")]
+    return [each for each in values if not is_foreign(each)]
+
+
+def is_foreign(values: Mapping[str, Any]) -> bool:
+    """Whether another trainer's config, or one of ROLL that has keys which thresher reads in another place."""
+    trainer = recognize(values, DIALECTS)
+    return trainer is not None and (trainer.name != "roll" or "num_nodes" in values)
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,15 +149,25 @@ def save_chat_model(directory: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
+def write_or_compare(session: Session, name: str, text: str) -> None:
+    """Write a printed file; one that a command has written must be the same config, whatever its comments say."""
+    path = session.directory / name
+    if not path.exists():
+        session.write(name, text)
+    elif path.read_text(encoding="utf-8") != text:
+        written, printed = (parse_config(yaml.safe_load(each)) for each in (path.read_text(encoding="utf-8"), text))
+        assert written == printed, f"{name} is printed differently"
+
+
 def provide(session: Session, files: Mapping[str, str], needed: list[dict[str, Any]]) -> None:
     """Write files, and what configs name and nothing else wrote: models, and 64 rows of data."""
     for name, text in files.items():
         session.write(name, text)
     for key, value in (leaf for config in needed for leaf in leaves(config)):
         path = session.directory / value
-        if key in ("pretrain", "model_name_or_path") and not path.exists():
+        if key in ("pretrain", "model_name_or_path") and not path.exists():  # a Hub name is a directory here
             save_chat_model(path)
-        elif key == "file_name" and not path.exists():
+        elif key == "file_name" and "://" not in value and not path.exists():
             session.write(value, (json.dumps(ROW) + "\n") * 64)
 
 
@@ -204,7 +231,7 @@ def reader_environment(tmp_path: Path) -> dict[str, str]:
 
 
 # CI follows the demo and the quickstart in scripts/first-hour, and checks the YAML blocks of all pages
-BY_HAND = ("README.md", "demo.md", "install.md", "quickstart.md", "what-to-change-first.md")
+BY_HAND = ("README.md", "demo.md", "install.md", "quickstart.md", "next-steps.md", "from-trl.md")
 
 
 @pytest.mark.slow
@@ -229,9 +256,11 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     base = own if any(name.endswith(".yaml") for name in own) else named_files(QUICKSTART)
     # a page that makes its model gets nothing but the files of the checkout
     needed = [] if "make_tiny_model.py" in commands else configs(page) or configs(QUICKSTART)
+    if HUB_MODEL in page.read_text(encoding="utf-8"):
+        save_chat_model(session.directory / HUB_MODEL)
     for block in found:
         if block.name:
-            session.write(block.name, block.text)
+            write_or_compare(session, block.name, block.text)
         elif block.language in RUN:
             provide(session, {} if base is own else base, needed)
             session.run(block)
@@ -241,12 +270,19 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 def test_every_yaml_block_is_a_valid_change_of_the_config(page: Path) -> None:
     base = (configs(page) or configs(QUICKSTART))[0]
     for block in blocks(page):
-        if block.language == "yaml":
+        if block.language == "yaml" and not (block.name and is_foreign(yaml.safe_load(block.text))):
             change = yaml.safe_load(block.text)
             parse_config(change if block.name else merged(base, change))
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=lambda page: page.stem)
+GUIDES = sorted(
+    page
+    for section in ("guides", "train", "scale", "operate", "concepts")
+    for page in (ROOT / "docs" / section).glob("*.md")
+)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_the_imports_of_a_guide_resolve(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guides name files that are not there, so only their imports run; the package of an engine is there."""
     monkeypatch.syspath_prepend(toy_strategy.install(tmp_path))
@@ -258,7 +294,7 @@ def test_the_imports_of_a_guide_resolve(page: Path, tmp_path: Path, monkeypatch:
 
 def test_the_quickstart_is_a_whole_run() -> None:
     """What the other tests need of it: files, a config, and commands that train and export."""
-    assert "examples/quickstart/config.yaml" in named_files(QUICKSTART)
+    assert "dpo.yaml" in named_files(QUICKSTART)
     commands = "".join(block.text for block in blocks(QUICKSTART) if block.language == "bash")
     assert {"thresher train", "thresher export"} <= set(re.findall(r"^thresher \w+", commands, re.MULTILINE))
 

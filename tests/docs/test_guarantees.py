@@ -1,4 +1,4 @@
-"""docs/guarantees.md and the README: every guarantee names tests that exist and run in any clone, and none was lost."""
+"""docs/reference/guarantees.md: every guarantee names tests that exist and run in any clone, and none was lost."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import pytest
 
 from tests.support.paths import ROOT, shared_path
 
+PAGE = ROOT / "docs" / "reference" / "guarantees.md"
 # a guarantee may be added, and is removed only together with a lower number here
-NUM_GUARANTEES = 56
+NUM_GUARANTEES = 78
 _ROW = re.compile(r"^\| (?P<guarantee>.+) \| (?P<tests>.+) \|$")
 _REAL_FILE = re.compile(r"^pytestmark = .*\bmark\.real\b", re.MULTILINE)
 
 
 def rows() -> list[tuple[str, str]]:
-    lines = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").splitlines()
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
     found = [match for line in lines if (match := _ROW.match(line))]
     return [(match["guarantee"], match["tests"]) for match in found if match["tests"] != "tests"]
 
 
-def files_of_the_readme() -> list[str]:
-    """Return the test file of each guarantee in the README."""
-    section = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Six guarantees\n")[2].partition("\n## ")[0]
-    )
+def files_of_the_summary() -> list[str]:
+    """Return the test file of each guarantee in the page's summary, to which the README links."""
+    section = PAGE.read_text(encoding="utf-8").partition("\n## In short\n")[2].partition("\n## ")[0]
     return re.findall(r"\| `(tests/[\w/]+\.py)` \|$", section, re.MULTILINE)
 
 
@@ -52,8 +51,8 @@ def test_no_guarantee_depends_on_files_that_are_skipped_without_the_real_data() 
         assert not all(_REAL_FILE.search(text) for text in texts), guarantee
 
 
-@pytest.mark.parametrize("name", files_of_the_readme())
-def test_a_plain_clone_runs_every_test_behind_a_guarantee_of_the_readme(
+@pytest.mark.parametrize("name", files_of_the_summary())
+def test_a_plain_clone_runs_every_test_behind_a_guarantee_of_the_summary(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     """Each test that CI runs has a case without the mark `real`. A case without it fails if it reads real data."""
@@ -66,8 +65,9 @@ def test_a_plain_clone_runs_every_test_behind_a_guarantee_of_the_readme(
     assert [test for test, marks in in_ci.items() if marks and all("real" in each for each in marks)] == []
 
 
-def test_the_readme_has_the_number_of_guarantees_that_it_says() -> None:
-    assert len(files_of_the_readme()) == 6
+def test_the_summary_has_six_guarantees_and_the_readme_links_to_it() -> None:
+    assert len(files_of_the_summary()) == 6
+    assert "docs/reference/guarantees.md" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_test_without_the_mark_real_fails_if_it_reads_real_data() -> None:

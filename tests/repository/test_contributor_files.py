@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import thresher
 
@@ -90,13 +91,17 @@ def test_the_workflow_runs_the_script_of_ci_and_nothing_else() -> None:
     assert python == "3.11"
 
 
-def test_package_changelog_and_citation_have_one_version() -> None:
+def test_the_package_has_the_version_of_changelog_and_citation_or_develops_the_next() -> None:
     sections = re.findall(r"^## \[(.+?)\](?: - (\S+))?$", read("CHANGELOG.md"), flags=re.MULTILINE)
     assert sections[0] == ("Unreleased", "")
     version, date = sections[1]
     citation = load("CITATION.cff")
-    assert citation["version"] == version == thresher.__version__
+    assert citation["version"] == version
     assert citation["date-released"] == date
+    package = Version(thresher.__version__)
+    # between releases the package is `.dev0` of the next, so nobody takes a checkout for the release before it
+    assert package.is_devrelease == (package != Version(version))
+    assert package >= Version(version)
 
 
 def test_every_version_of_the_changelog_has_a_link() -> None:

@@ -1,4 +1,4 @@
-"""The README's table of tested architectures, made from the lists that the tests run on.
+"""The table of tested architectures in docs/reference/models.md, made from the lists that the tests run on.
 
 Write it with: python -m tests.support.model_table
 """
@@ -9,7 +9,7 @@ from tests.support.engines.parity_cases import ALL_CASES
 from tests.support.paths import ROOT
 from tests.support.tiny_models import FAMILIES
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 _BEGIN, _END = "<!-- model architectures: begin -->\n", "<!-- model architectures: end -->"
 _NAMES = {
     "llama": "Llama",
@@ -57,6 +57,6 @@ def written_table(text: str) -> str:
 
 
 if __name__ == "__main__":
-    before = README.read_text(encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8")
     after = before.replace(_BEGIN + written_table(before) + _END, _BEGIN + model_table() + _END)
-    README.write_text(after, encoding="utf-8")
+    PAGE.write_text(after, encoding="utf-8")

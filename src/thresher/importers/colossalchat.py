@@ -90,7 +90,7 @@ def _set_data(target: str) -> r.Function:
 
 
 def _set_plugin(value: Any, run: Translation) -> None:
-    """Set the layout of weights, gradients and optimizer state; see the table of plugins in docs/guides/import.md."""
+    """Set the layout of weights, gradients and optimizer state; docs/migrate/from-roll.md has a table."""
     if value not in _PLUGINS:
         run.lacks(f"the plugins are {', '.join(_PLUGINS)}")
     elif value == "3d":
@@ -185,7 +185,7 @@ TABLE: r.Table = {
     "plugin": r.by(
         _set_plugin,
         *(f"{AXES}{name}" for name in ("zero_stage", "dp_replicate", "cpu_offload")),
-        note="see the table of plugins above",
+        note="by plugin, see docs/migrate/from-roll.md",
     ),
     "zero_stage": r.part_of("plugin", f"{AXES}zero_stage"),
     "zero_cpu_offload": r.by(_set_offload, f"{AXES}cpu_offload", off="off"),
