@@ -36,10 +36,13 @@ CODE_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples", "docs/exten
 EXTERNAL = {
     "--shutdown-timeout",  # ray job
     "DistributedConfig",  # transformers
+    "MemTracker",  # torch
     "VirtualModels",  # ROLL
     "benchmarks/llama3_h100_202412_torchtitan.md",  # torchtitan
     "compute_reference_log_probs",  # ROLL
+    "config_qlora",  # the alignment handbook
     "engines/native/optimizers.py",  # a file to create
+    "field_rejected",  # axolotl
     "linear_cross_entropy",  # torch
     "reward_accuracy",  # ColossalChat
     "varlen_attn",  # torch
