@@ -30,6 +30,7 @@ extensions = [
     "llms_txt",
     "mathml",
     "reference_pages",
+    "search_terms",
 ]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]

@@ -9,6 +9,7 @@ import figure
 import pytest
 import reference_pages
 from loss_formulas import FORMULAS, PAPERS
+from search_terms import TERMS
 
 from tests.docs.test_names import command_problem
 from thresher.losses import describe, loss_names
@@ -46,6 +47,12 @@ def test_the_formula_names_the_parameters_of_its_loss(name: str) -> None:
         each for each in symbols if each not in parameters and len(symbols[each]) > 1 and symbols[each] in formula
     ] == []
     assert note.endswith((".", ")."))
+
+
+def test_every_search_term_leads_to_a_page_that_exists() -> None:
+    assert [page for page in TERMS if not (ROOT / "docs" / f"{page}.md").is_file()] == []
+    terms = [term for own in TERMS.values() for term in own]
+    assert len(terms) == len(set(terms))
 
 
 def test_the_diagrams_are_what_the_program_draws() -> None:
