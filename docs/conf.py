@@ -24,6 +24,7 @@ smartquotes = False  # it would turn the dashes of `--option` in plain text into
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "config_reference",
     "figures",
     "links",

@@ -12,6 +12,7 @@ from loss_formulas import FORMULAS, PAPERS
 from search_terms import TERMS
 
 from tests.docs.test_names import command_problem
+from tests.support.paths import ROOT
 from thresher.losses import describe, loss_names
 
 
