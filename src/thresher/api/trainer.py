@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
     # a dataset, its rows, a path, several paths, or a prepared store
-    PairSource = Dataset | Sequence[Mapping[str, Any]] | str | PathLike[str] | Sequence[str | PathLike[str]]
+    PairSource: TypeAlias = Dataset | Sequence[Mapping[str, Any]] | str | PathLike[str] | Sequence[str | PathLike[str]]
 
 logger = logging.getLogger(__name__)
 
