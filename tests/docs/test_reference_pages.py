@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import chart
 import docs_diagrams
 import figure
 import pytest
@@ -59,6 +60,12 @@ def test_every_search_term_leads_to_a_page_that_exists() -> None:
 def test_the_diagrams_are_what_the_program_draws() -> None:
     for path, text in docs_diagrams.files().items():
         assert path.read_text(encoding="utf-8") == text, "stale; run scripts/docs_diagrams.py"
+
+
+def test_the_summary_of_the_benchmarks_shows_the_figures_of_their_page() -> None:
+    drawn = chart.summary(chart.PAGE.read_text(encoding="utf-8"))
+    written = (ROOT / "docs" / "internals" / "speed_and_memory.svg").read_text(encoding="utf-8")
+    assert written == drawn, "stale; run benchmarks/chart.py --summary docs/internals/speed_and_memory.svg"
 
 
 def test_a_figure_that_stands_alone_follows_the_system() -> None:
