@@ -1,7 +1,7 @@
-"""Draw bar charts as SVG.
+"""Draw bar charts as SVG that follow light and dark.
 
 python benchmarks/chart.py RESULTS.json docs/internals/vs_trl.svg           # results of benchmarks/vs_trl.py
-python benchmarks/chart.py --summary docs/internals/speed_and_memory.svg    # the figure of the README
+python benchmarks/chart.py --summary docs/internals/speed_and_memory.svg    # the summary, for README and docs
 The summary reads its figures from the tables of docs/internals/benchmarks.md.
 """
 
@@ -9,83 +9,92 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from html import escape
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "internals" / "benchmarks.md"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+from figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "internals" / "benchmarks.md"
 # names as in vs_trl.py, which needs torch and TRL; a chart does not
 BASE = "TRL default (checkpointing)"
 STRONGEST = "TRL, no checkpointing, reference precomputed, GPU head forced"
-BAR, GAP, LABEL, WIDTH = 16, 6, 430, 360
-RED, GREY, GREEN = "#c0392b", "#7f8c8d", "#1f6f54"
+WIDTH = 480  # readable on a phone
 
-# title, heading above the table in PAGE, column, unit, row in the table to label in the figure
-SUMMARY = (
-    (
-        "Speed, as a multiple of TRL's default (higher is better)",
-        "### h384 L6 V8k fp32, HH",
-        "x TRL default",
-        "x",
-        {
-            BASE: "TRL, default",
-            STRONGEST: "TRL, fastest configuration",
-            "thresher, checkpointing": "thresher, gradient checkpointing",
-            "thresher": "thresher",
-        },
-    ),
-    (
-        "Peak memory of a step, relative to TRL's default (lower is better)",
-        "h384 L6 V8k fp32:",
-        "of TRL default",
-        "",
-        {
-            BASE: "TRL, default",
-            "TRL, no checkpointing": "TRL, no gradient checkpointing",
-            "thresher, checkpointing": "thresher, gradient checkpointing",
-            "thresher": "thresher",
-        },
-    ),
-)
+SPEED = "Speed, as a multiple of TRL's fastest configuration"
+MODELS = {
+    "### h384 L6 V8k fp32, HH": "hidden 384, vocabulary 8k, fp32",
+    "### h512 L8 V8k bf16, HH": "hidden 512, vocabulary 8k, bf16",
+    "### h512 L8 V32k bf16, HH": "hidden 512, vocabulary 32k, bf16",
+}
+MEMORY = "Activation memory of a step, relative to TRL's default"
+MODES = {
+    BASE: "TRL, default (gradient checkpointing)",
+    "TRL, no checkpointing": "TRL, no gradient checkpointing",
+    "thresher": "thresher",
+    "thresher, checkpointing": "thresher, gradient checkpointing",
+}
 NOTES = (
-    "Llama with random weights (hidden 384, 6 layers, fp32), 8 pairs of HH-RLHF per step, one CPU thread, TRL 1.16.",
-    "Memory is what a step needs beyond weights, gradients and optimizer state.",
+    "Llama with random weights, 8 pairs of HH-RLHF per step, TRL 1.16,",
+    "one CPU thread. Not measured on a GPU. Memory: hidden 384.",
 )
 
 
-def colour(name: str) -> str:
-    return RED if name.startswith("TRL") else GREY if name.startswith("bare") else GREEN
+@dataclass(frozen=True)
+class Bar:
+    """A bar with its label and its value in text; quartiles are drawn on it."""
+
+    label: str
+    value: float
+    text: str
+    quartiles: tuple[float, float] | None = None
+
+
+def tint(label: str) -> str:
+    return "red" if label.startswith("TRL") else "line" if label.startswith("bare") else "green"
+
+
+def draw(title: str, groups: Mapping[str, Sequence[Bar]], notes: Sequence[str] = ()) -> str:
+    """Draw groups of bars, each bar below its label, so that long labels fit a phone."""
+    rows = sum(len(bars) for bars in groups.values())
+    height = 46 * len(groups) + 38 * rows + 17 * len(notes) + 8
+    texts = [f"{name}: {', '.join(f'{bar.label} {bar.text}' for bar in bars)}." for name, bars in groups.items()]
+    fig = Figure(WIDTH, height, title, " ".join([*texts, *notes]))
+    y = 10.0
+    for name, bars in groups.items():
+        fig.text(10, y + 14, name, "bold")
+        y += 30
+        scale = (WIDTH - 80) / max(max(bar.value, *(bar.quartiles or (0.0,))) for bar in bars)
+        for bar in bars:
+            fig.text(10, y + 10, bar.label, "small" if bar.label != "thresher" else "small bold")
+            fig.box(10, y + 15, max(bar.value * scale, 1), 14, f"{tint(bar.label)}-solid", radius=2)
+            end = bar.value
+            if bar.quartiles is not None:
+                low, end = bar.quartiles
+                fig.line(10 + low * scale, y + 22, 10 + end * scale, y + 22)
+            fig.text(18 + end * scale, y + 27, bar.text, "small bold")
+            y += 38
+        y += 16
+    for note in notes:
+        fig.text(10, y, note, "small muted")
+        y += 17
+    return fig.svg()
 
 
 def chart(results: Mapping) -> str:
     """For every model, the speed of each contestant as a multiple of TRL's default, with quartiles."""
-    parts: list[str] = []
-    y = 10
+    groups: dict[str, list[Bar]] = {}
     for title, result in results.items():
         seconds = {name: np.array(own) for name, own in result["seconds"].items()}
-        ratios = {name: np.percentile(seconds[BASE] / own, [25, 50, 75]) for name, own in seconds.items()}
-        scale = WIDTH / max(quartiles[2] for quartiles in ratios.values())
-        parts.append(f'<text x="0" y="{y + 12}" font-weight="bold">{escape(title)}</text>')
-        y += BAR + GAP
-        for name, (low, middle, high) in ratios.items():
-            parts.append(f'<text x="{LABEL - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
-            parts.append(
-                f'<rect x="{LABEL}" y="{y}" width="{middle * scale:.1f}" height="{BAR}" fill="{colour(name)}"/>'
-            )
-            parts.append(
-                f'<line x1="{LABEL + low * scale:.1f}" x2="{LABEL + high * scale:.1f}" y1="{y + BAR / 2}" '
-                f'y2="{y + BAR / 2}" stroke="black"/>'
-            )
-            parts.append(f'<text x="{LABEL + high * scale + 6:.1f}" y="{y + 12}">{middle:.2f}x</text>')
-            y += BAR + GAP
-        y += 2 * GAP
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL + WIDTH + 70}" height="{y}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    )
-    return "\n".join([head, *parts, "</svg>\n"])
+        for name, own in seconds.items():
+            low, middle, high = np.percentile(seconds[BASE] / own, [25, 50, 75])
+            groups.setdefault(title, []).append(Bar(name, middle, f"{middle:.2f}x", (low, high)))
+    return draw("Speed as a multiple of TRL's default", groups)
 
 
 def read_column(page: str, heading: str, column: str) -> dict[str, float]:
@@ -105,46 +114,22 @@ def read_column(page: str, heading: str, column: str) -> dict[str, float]:
 
 
 def summary(page: str) -> str:
-    """Two groups of bars on a white card, readable on light and dark pages."""
-    left, room, bar, width = 265, 375, 22, 720
-    parts: list[str] = []
-    texts: list[str] = []
-    y = 20
-    for title, heading, column, unit, rows in SUMMARY:
-        values = read_column(page, heading, column)
-        scale = room / max(values[name] for name in rows)
-        parts.append(f'<text x="20" y="{y + 14}" font-weight="bold">{escape(title)}</text>')
-        texts.append(
-            f"{title}: " + ", ".join(f"{label} {values[name]:.2f}{unit}" for name, label in rows.items()) + "."
-        )
-        y += 28
-        for name, label in rows.items():
-            length = values[name] * scale
-            weight = ' font-weight="bold"' if name == "thresher" else ""
-            parts.append(f'<text x="{left - 10}" y="{y + 16}" text-anchor="end"{weight}>{escape(label)}</text>')
-            parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar}" rx="2" fill="{colour(name)}"/>')
-            parts.append(
-                f'<text x="{left + length + 8:.1f}" y="{y + 16}"{weight}>{values[name]:.2f}{escape(unit)}</text>'
-            )
-            y += bar + 6
-        y += 14
-    for note in NOTES:
-        parts.append(f'<text x="20" y="{y + 6}" font-size="11" fill="#57606a">{escape(note)}</text>')
-        y += 16
-    height = y + 8
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'role="img" aria-labelledby="title desc" font-family="system-ui, sans-serif" font-size="14" fill="#1f2328">',
-        '<title id="title">Speed and peak memory of thresher and TRL on the same pairs</title>',
-        f'<desc id="desc">{escape(" ".join([*texts, *NOTES]))}</desc>',
-        f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" fill="#ffffff" stroke="#d0d7de"/>',
-    ]
-    return "\n".join([*head, *parts, "</svg>\n"])
+    """Draw the speed for three models, and the memory for one."""
+    speeds = {label: read_column(page, heading, "x strongest TRL")["thresher"] for heading, label in MODELS.items()}
+    memory = read_column(page, "h384 L6 V8k fp32:", "of TRL default")
+    groups = {
+        SPEED: [
+            Bar("TRL, fastest configuration", 1.0, "1.00x"),
+            *(Bar(f"thresher: {label}", value, f"{value:.2f}x") for label, value in speeds.items()),
+        ],
+        MEMORY: [Bar(label, memory[name], f"{memory[name]:.2f}") for name, label in MODES.items()],
+    }
+    return draw("Speed and activation memory of thresher and TRL on the same pairs", groups, NOTES)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--summary", action="store_true", help="draw the figure of the README; needs only OUTPUT")
+    parser.add_argument("--summary", action="store_true", help="draw the summary; needs only OUTPUT")
     parser.add_argument("results", type=Path, nargs="?", help="file written by vs_trl.py --results")
     parser.add_argument("output", type=Path, help="SVG file to write")
     args = parser.parse_args()

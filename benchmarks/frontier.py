@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -155,6 +156,9 @@ def draw(directory: Path, output: Path) -> None:
     """Draw reward against KL with the chart of `thresher report`: a point per trial, the mean with its intervals."""
     import vl_convert
 
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+    from figure import follow_theme
+
     measured = json.loads((directory / "measured.json").read_text())["trials"]
     series, crosses = [], []
     for beta, rows in by_beta(measured).items():
@@ -176,7 +180,7 @@ def draw(directory: Path, output: Path) -> None:
         }
         spec["layer"].append({**bar, "encoding": encoding})
     data = {"values": [row for each in series for row in each.rows()]}
-    output.write_text(vl_convert.vegalite_to_svg({**spec, "width": 480, "data": data}))
+    output.write_text(follow_theme(vl_convert.vegalite_to_svg({**spec, "width": 480, "data": data})))
 
 
 def main() -> None:

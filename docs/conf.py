@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 from pygments.lexers.data import JsonLexer
@@ -10,7 +11,9 @@ from sphinx.highlighting import lexers
 
 import thresher
 
-sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS / "extensions"))
+REPOSITORY = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository")
 
 lexers["jsonl"] = JsonLexer()  # Pygments has no name for JSON lines
 
@@ -18,12 +21,25 @@ project = "thresher"
 version = release = thresher.__version__
 language = "en"
 smartquotes = False  # it would turn the dashes of `--option` in plain text into one
-extensions = ["myst_parser", "sphinx.ext.autodoc", "links", "llms_txt", "mathml", "reference_pages"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "config_reference",
+    "figures",
+    "links",
+    "llms_txt",
+    "mathml",
+    "reference_pages",
+    "search_terms",
+]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4  # as on a code host: every heading can be linked to
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+napoleon_numpy_docstring = False
+autoclass_content = "both"  # arguments may be described at the class or at its constructor
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
@@ -37,6 +53,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "thresher"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
+html_search_scorer = str(DOCS / "extensions" / "search_scorer.js")  # Sphinx reads it from the working directory
 html_favicon = "_static/favicon.svg"
 html_math_renderer = "mathml"
 html_sidebars = {"index": []}
@@ -47,7 +64,8 @@ html_context = {"default_mode": "auto"}
 html_theme_options = {
     "logo": {"text": f"thresher {version}"},
     "navbar_align": "left",
-    "navbar_end": ["theme-switcher"],
+    "navbar_end": ["theme-switcher", "navbar-icon-links"],
+    "icon_links": [{"name": "Source code", "url": REPOSITORY, "icon": "fa-brands fa-github"}] if REPOSITORY else [],
     "header_links_before_dropdown": 6,
     "primary_sidebar_end": [],
     "secondary_sidebar_items": ["page-toc"],

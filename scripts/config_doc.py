@@ -1,13 +1,17 @@
-"""The tables of docs/reference/config.md and the pages of docs/reference/import-keys, made from the code they describe.
+"""Pages made from the code that they describe: docs/reference/config.md and docs/reference/import-keys/.
 
 Keys, types and defaults come from the schema, meanings from the docstrings of the fields. A key without a docstring is
 an error. The keys of other trainers come from the tables that translate them. Run scripts/make-config-doc.
+
+The Markdown here is what a code host shows. docs/extensions/config_reference.py makes the site's definition list from
+the same chapters.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +23,61 @@ from thresher.importers.convert import DIALECTS
 from thresher.importers.translation import Dialect, Rule
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "config.md"
-IMPORT_PAGES = PAGE.with_name("import-keys")
+IMPORT_PAGES = PAGE.parent / "import-keys"
 BEGIN = "<!-- begin: written by scripts/make-config-doc -->"
 END = "<!-- end: written by scripts/make-config-doc -->"
 
+# the order of the page; classes with the same title are one chapter
 TITLES = {
     "DPOConfig": "Run",
     "LossConfig": "Objective",
+    "ModelArgs": "Policy model",
+    "TrainingArgs": "Training",
+    "DataArgs": "Data",
+    "PolicyConfig": "Policy workers",
+    "ReferenceConfig": "Reference",
+    "ReferenceModelArgs": "Reference model",
+    "ValidationConfig": "Validation",
+    "SamplesConfig": "Samples",
     "TrackerArgs": "Trackers",
-    "FSDP2Settings": "`strategy_config` of fsdp2",
-    "DeepSpeedTrainSettings": "`strategy_config` of deepspeed_train",
-    "DeepSpeedInferSettings": "`strategy_config` of deepspeed_infer",
-    "MegatronSettings": "`strategy_config` of megatron",
+    "StrategyArgs": "Engine",
+    "FSDP2Settings": "fsdp2",
+    "DeepSpeedTrainSettings": "DeepSpeed",
+    "DeepSpeedInferSettings": "DeepSpeed",
+    "MegatronSettings": "Megatron-Core",
 }
 ENGINES = ("fsdp2", "deepspeed", "megatron")
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
+
+
+@dataclass(frozen=True)
+class Key:
+    """A config key: its name, its anchors on the page, and Markdown for the rest."""
+
+    name: str
+    anchors: tuple[str, ...]
+    type: str
+    default: str
+    meaning: str
+
+    @property
+    def facts(self) -> str:
+        return f"{self.type}, default {self.default}" if self.default != "none" else self.type
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """Keys below one heading, and the prefixes under which a config has them."""
+
+    title: str
+    prefixes: tuple[str, ...]
+    keys: tuple[Key, ...]
+
+    @property
+    def place(self) -> str:
+        if not any(self.prefixes):
+            return "At the top of the config."
+        return f"Below {' and '.join(f'`{prefix}`' for prefix in self.prefixes)}."
 
 
 def find_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
@@ -47,21 +91,6 @@ def find_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Sec
             yield from find_sections(getattr(section, name) or inner(), f"{prefix}{name}.")
 
 
-def render() -> str:
-    """Return all tables: one per section, which may occur under several prefixes."""
-    places = find_places()
-    tables = []
-    for cls, where in places.items():
-        objective = set(LossConfig.model_fields) if cls is DPOConfig else set()
-        keys = [name for name in cls.model_fields if inner_section(cls, name) is None]
-        own = [key for key in keys if key not in objective]
-        if own:
-            tables.append(_table(cls, where, own, TITLES.get(cls.__name__)))
-        if objective:
-            tables.append(_table(cls, where, [key for key in keys if key in objective], TITLES["LossConfig"]))
-    return "\n".join(tables)
-
-
 def find_places() -> dict[type[Section], dict[str, Section]]:
     """Return the sections of each class by the prefix of their keys."""
     places: dict[type[Section], dict[str, Section]] = {}
@@ -70,15 +99,58 @@ def find_places() -> dict[type[Section], dict[str, Section]]:
     return places
 
 
-def _table(cls: type[Section], where: dict[str, Section], keys: list[str], title: str | None) -> str:
-    names = ", ".join(f"`{prefix.rstrip('.')}`" for prefix in where if prefix)
-    heading = " ".join(part for part in (title, f"({names})" if title and names else names) if part)
+def chapters() -> list[Chapter]:
+    """Return all keys by chapter, in the order of the page."""
+    by_title: dict[str, tuple[type[Section], dict[str, Section], list[str]]] = {}
+    for cls, where in find_places().items():
+        keys = [name for name in cls.model_fields if inner_section(cls, name) is None]
+        if cls is DPOConfig:
+            objective = set(LossConfig.model_fields)
+            by_title[TITLES["LossConfig"]] = (cls, where, [key for key in keys if key in objective])
+            keys = [key for key in keys if key not in objective]
+        title = TITLES[cls.__name__]
+        if title not in by_title:
+            by_title[title] = (cls, dict(where), keys)
+        else:  # an engine with a class per role: the same keys, or a reader would miss some
+            first, both, first_keys = by_title[title]
+            described, others = first.model_json_schema()["properties"], cls.model_json_schema()["properties"]
+            if first_keys != keys or any(_facts(described[key]) != _facts(others[key]) for key in keys):
+                raise ValueError(f"{first.__name__} and {cls.__name__} differ; give them different titles")
+            both.update(where)
+    taken: set[str] = set()
+    order = [title for title in dict.fromkeys(TITLES.values()) if title in by_title]
+    return [_chapter(title, *by_title[title], taken) for title in order if by_title[title][2]]
+
+
+def _facts(schema: dict[str, Any]) -> tuple[str, str | None]:
+    return _type(schema), schema.get("description")
+
+
+def _chapter(title: str, cls: type[Section], where: dict[str, Section], keys: list[str], taken: set[str]) -> Chapter:
     schema = cls.model_json_schema()["properties"]
-    lines = [f"## {heading}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-    for key in keys:
-        cells = (f"`{key}`", _type(schema[key]), _default(key, where), _meaning(key, schema[key]))
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join([*lines, ""])
+    found = []
+    for name in keys:
+        paths = [f"{prefix}{name}" for prefix in where]
+        # engines share the section strategy_config, so a key of two engines has the engine's name in its anchor
+        anchors = [path for path in paths if path not in taken]
+        if any("strategy_config." in prefix for prefix in where):
+            anchors.append(f"{title.lower().partition('-')[0]}.{name}")
+        taken.update(anchors)
+        text = _meaning(name, schema[name])
+        found.append(Key(name, tuple(anchors), _type(schema[name]), _default(name, where), text))
+    return Chapter(title, tuple(prefix.rstrip(".") for prefix in where), tuple(found))
+
+
+def render() -> str:
+    """Return all chapters as Markdown lists, with an anchor per key."""
+    lines = []
+    for chapter in chapters():
+        lines += [f"## {chapter.title}", "", chapter.place, ""]
+        for key in chapter.keys:
+            anchors = "".join(f'<a id="{anchor}"></a>' for anchor in key.anchors)
+            lines += [f"- {anchors}**`{key.name}`** ({key.facts})<br>", f"  {key.meaning}"]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _meaning(key: str, schema: dict[str, Any]) -> str:

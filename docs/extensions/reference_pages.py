@@ -7,15 +7,21 @@ export are listed in `API`, by title and module.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
 from sphinx.application import Sphinx
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import config_doc
+from loss_formulas import FORMULAS, PAPERS
+
 import thresher
 from thresher.cli import app as command_line
-from thresher.losses import describe, loss_class
+from thresher.losses import describe, make_loss
 
 API: dict[str, dict[str, list[str]]] = {
     "Runs": {"thresher": thresher.__all__},
@@ -48,59 +54,97 @@ API: dict[str, dict[str, list[str]]] = {
 }
 
 
+# a command of each kind that a reader can adapt; tests/docs/test_reference_pages.py checks commands and options
+EXAMPLES = {
+    "thresher demo": "thresher demo --output my-demo",
+    "thresher check": "thresher check dpo.yaml",
+    "thresher plan": "thresher plan dpo.yaml --gpu h100 --nodes 2 --gpus-per-node 8",
+    "thresher prepare": "thresher prepare train.jsonl --model path/to/model --output store",
+    "thresher inspect": "thresher inspect store --model path/to/model --pair 0",
+    "thresher precompute-reference": "thresher precompute-reference dpo.yaml",
+    "thresher train": "thresher train dpo.yaml beta=0.2 output_dir=output/beta-0.2",
+    "thresher sweep": "thresher sweep dpo.yaml beta=0.05,0.1,0.2 seed=1,2",
+    "thresher submit": "thresher submit dpo.yaml --address http://127.0.0.1:8265",
+    "thresher report": "thresher report output/first output/second --output compare.html",
+    "thresher export": "thresher export output/first --output my-model --best",
+    "thresher losses": "thresher losses",
+    "thresher import": "thresher import trl-dpo.yaml --output dpo.yaml",
+    "thresher cache ls": "thresher cache ls",
+    "thresher cache verify": "thresher cache verify",
+    "thresher cache prune": "thresher cache prune --older-than 30 --yes",
+    "thresher config show": "thresher config show dpo.yaml beta=0.2",
+    "thresher config schema": "thresher config schema",
+}
+# the word for the value of an option that has no metavar of its own
+_VALUES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
+
+
+def commands() -> dict[str, Any]:
+    """Return every command that --help shows, by its full name; Typer brings its own copy of click's classes."""
+    return dict(_commands(typer.main.get_command(command_line), "thresher"))
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    inner = getattr(command, "commands", {})
+    if not inner:
+        yield name, command
+    for word, each in inner.items():
+        if not each.hidden:
+            yield from _commands(each, f"{name} {word}")
+
+
 def render_cli() -> str:
-    """Describe every command, with its arguments and options, in Markdown."""
-    root = typer.main.get_command(command_line)
-    return "\n".join(_command_lines(root, "thresher"))
-
-
-def _command_lines(command: Any, name: str) -> Iterator[str]:
-    """Yield the lines of a command and of those below it; Typer brings its own copy of click's classes."""
-    commands = getattr(command, "commands", {})
-    context = command.context_class(command, info_name=name)
-    if not commands:
-        yield from (f"## `{name}`", "", command.help, "")
-        yield from ("```text", command.get_usage(context).removeprefix("Usage: "), "```", "")
-        for kind in ("argument", "option"):
-            params = [param for param in command.params if param.param_type_name == kind and not param.hidden]
-            yield from _table(kind, [_describe_parameter(param, context) for param in params])
-    for word, inner in commands.items():
-        yield from _command_lines(inner, f"{name} {word}")
+    """Describe every command in Markdown: what it does, an example, then its arguments and options."""
+    lines = []
+    for name, command in commands().items():
+        context = command.context_class(command, info_name=name)
+        lines += [f"## `{name}`", "", command.help, "", "```bash", EXAMPLES[name], "```", ""]
+        shown = [param for param in command.params if not param.hidden]
+        for param in sorted(shown, key=lambda each: each.param_type_name):  # arguments before options
+            spelled, extra, meaning = _describe_parameter(param, context)
+            facts = f" *({extra})*" if extra else ""
+            lines += [f"`{spelled}`", f": {meaning}{facts}", ""]
+    return "\n".join(lines)
 
 
 def _describe_parameter(param: Any, context: Any) -> tuple[str, str, str]:
-    """Split the line that --help prints into spelling, default and meaning."""
+    """Split the line that --help prints into spelling, default or limits, and meaning."""
     spelled, meaning = param.get_help_record(context)
     meaning, _, extra = meaning.partition("  [")
-    extra = extra.removesuffix("]")
-    default = f"`{extra.removeprefix('default: ')}`" if extra.startswith("default: ") else extra
-    return f"`{spelled}`", default, meaning
+    if param.param_type_name == "argument":
+        spelled = re.sub(r" <.*>$", "", spelled)  # the name says it: FILE, KEY=VALUE
+    else:
+        spelled = re.sub(r"<(\w+)[^>]*>", lambda match: _VALUES[match[1]], spelled)
+    found = [_fact(part) for part in extra.removesuffix("]").split("; ") if part]
+    return spelled, ", ".join(found), meaning
 
 
-def _table(kind: str, rows: list[tuple[str, str, str]]) -> list[str]:
-    if not rows:
-        return []
-    if any(default for _, default, _ in rows):
-        return [_row(kind, "default", "meaning"), "|---|---|---|", *(_row(*row) for row in rows), ""]
-    return [_row(kind, "meaning"), "|---|---|", *(_row(spelled, meaning) for spelled, _, meaning in rows), ""]
+def _fact(part: str) -> str:
+    """Write a default, a limit or `required` as a reader expects it."""
+    if part.startswith("default: "):
+        return f"default `{part.removeprefix('default: ')}`"
+    if limit := re.fullmatch(r"x>=([\d.]+)", part):
+        return f"at least {limit[1]}"
+    return part
 
 
 def render_losses() -> str:
-    """List the losses in a table, then each with its formula."""
-    lines = [_row("loss", "parameters", "reference", "paper", "summary"), "|---|---|---|---|---|"]
+    """List the losses in a table, then each with its formula, parameters and paper."""
+    lines = [_row("loss", "what it does", "parameters and defaults"), "|---|---|---|"]
     sections = []
     for loss in describe():
-        defaults = ", ".join(f"`{name}` {default:g}" for name, default in loss.parameters.items())
-        paper = (
-            f"[{loss.paper}](https://arxiv.org/abs/{loss.paper})"
-            if re.fullmatch(r"\d+\.\d+", loss.paper)
-            else loss.paper
-        )
-        reference = "yes" if loss.needs_reference else "no"
-        lines.append(_row(f"[`{loss.name}`](#{loss.name})", defaults or "none", reference, paper, loss.summary))
-        text = (loss_class(loss.name).__doc__ or "").partition("\n")[2]
-        formula = "\n".join(line.strip() for line in text.strip().splitlines())
-        sections += [f"## {loss.name}", "", loss.summary, "", "```text", formula, "```", ""]
+        defaults = ", ".join(f"[`{name}`](config.md#{name}) {default:g}" for name, default in loss.parameters.items())
+        lines.append(_row(f"[`{loss.name}`](#{loss.name})", loss.summary, defaults or "none"))
+        formula, note = FORMULAS[loss.name]
+        start = make_loss(loss.name, {}).zero_margin_loss
+        facts = [
+            f"Paper: [{PAPERS[loss.paper]}, arXiv {loss.paper}](https://arxiv.org/abs/{loss.paper})",
+            f"Parameters: {defaults or 'none'}",
+            "Reference: needed" if loss.needs_reference else "Reference: not needed",
+            f"Loss at the first step, where policy and reference are equal: {start:.4g}" if start is not None else "",
+        ]
+        sections += [f"## {loss.name}", "", loss.summary, "", "$$", formula, "$$", "", note, ""]
+        sections += [*(f"- {fact}" for fact in facts if fact), ""]
     return "\n".join([*lines, "", *sections])
 
 
@@ -108,12 +152,22 @@ def render_api() -> str:
     """Ask autodoc for every name of the public API, by section."""
     lines = []
     for title, modules in API.items():
-        lines += [f"## {title}", "", "```{eval-rst}"]
+        lines += [f"## {title}", ""]
         for module, names in modules.items():
             for name in names:
-                lines += _autodoc(module, name)
-        lines += ["```", ""]
+                lines += ["```{eval-rst}", *_autodoc(module, name), "```", ""]
+                if name == "DPOConfig":
+                    lines += [*_config_fields(), ""]
     return "\n".join(lines)
+
+
+def _config_fields() -> Iterator[str]:
+    """List the fields of the config by chapter, each with a link to its meaning."""
+    yield "Fields of `DPOConfig`, by their last name; each links to its type, default and meaning:"
+    yield ""
+    for chapter in config_doc.chapters():
+        keys = ", ".join(f"[`{key.name}`](config.md#{key.anchors[0]})" for key in chapter.keys)
+        yield f"- **{chapter.title}**: {keys}"
 
 
 def _autodoc(module: str, name: str) -> list[str]:
@@ -123,7 +177,11 @@ def _autodoc(module: str, name: str) -> list[str]:
         kind = "exception"
     # the fields of a config are the config reference; one table is enough
     is_config = hasattr(value, "model_fields")
-    return [f".. auto{kind}:: {module}.{name}", *(["   :no-members:"] if is_config else []), ""]
+    return [
+        f".. auto{kind}:: {module}.{name}",
+        *(["   :no-members:", "   :class-doc-from: class"] if is_config else []),
+        "",
+    ]
 
 
 def _row(*cells: str) -> str:
@@ -164,5 +222,6 @@ def _shorten_signature(
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _fill_in)
     app.connect("autodoc-process-signature", _shorten_signature)
-    app.connect("autodoc-process-docstring", _write_rst)
+    # before napoleon, which turns sections such as `Args:` into field lists
+    app.connect("autodoc-process-docstring", _write_rst, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

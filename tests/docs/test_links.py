@@ -34,15 +34,16 @@ def parse(path: Path) -> list[Token]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Name the headings as code hosts do: lower case, spaces as dashes, repeats numbered."""
+    """Name headings as code hosts do (lower case, spaces as dashes, repeats numbered), and list each `<a id>`."""
     tokens = parse(path)
+    named = set(re.findall(r'<a id="([^"]+)"></a>', path.read_text(encoding="utf-8")))
     counts: dict[str, int] = {}
     for opening, inline in itertools.pairwise(tokens):
         if opening.type == "heading_open":
             text = "".join(token.content for token in inline.children or [] if token.type in ("text", "code_inline"))
             slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
             counts[slug] = counts.get(slug, 0) + 1
-    return {slug if n == 0 else f"{slug}-{n}" for slug, count in counts.items() for n in range(count)}
+    return named | {slug if n == 0 else f"{slug}-{n}" for slug, count in counts.items() for n in range(count)}
 
 
 def test_every_relative_link_and_anchor_resolves() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import config_doc
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,35 +18,35 @@ pytestmark = pytest.mark.slow
 
 
 class Page(HTMLParser):
-    """What a page loads, links to, and can be linked at."""
+    """What a page loads, links to, can be linked at, and how its paragraphs start."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.loaded: list[str] = []
         self.links: list[str] = []
         self.ids: set[str] = set()
+        self.paragraphs: list[str] = []
+        self._in_paragraph = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.ids.add(values.get("id", ""))
+        if tag == "p":
+            self._in_paragraph = True
+            self.paragraphs.append("")
         if tag == "a":
             self.links.append(values.get("href", ""))
         elif tag == "link" and values.get("rel") not in ("next", "prev", "search"):
             self.loaded.append(values.get("href", ""))
         self.loaded += [values[name] for name in ("src", "srcset", "poster", "data") if name in values]
 
+    def handle_endtag(self, tag: str) -> None:
+        self._in_paragraph = self._in_paragraph and tag != "p"
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("site") / "docs"
-    # scripts/docs turns every warning, such as a page in no toctree or a link to nothing, into an error
-    built = subprocess.run(
-        [ROOT / "scripts" / "docs"], env={**os.environ, "DOCS_OUTPUT": str(output)}, capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    assert "WARNING" not in built.stderr
-    return output
+    def handle_data(self, data: str) -> None:
+        if self._in_paragraph:
+            self.paragraphs[-1] += data
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,42 @@ def test_every_local_link_and_anchor_of_the_site_resolves(site: Path, pages: dic
                 assert unquote(address.fragment) in pages[target].ids, f"{path} links to {link}"
 
 
+def test_no_row_of_a_table_is_printed_as_text(pages: dict[Path, Page]) -> None:
+    """A blank line ends a table, and Sphinx does not notice the rows after it."""
+    broken = {
+        str(path): paragraph
+        for path, page in pages.items()
+        for paragraph in page.paragraphs
+        if re.match(r"\s*\|.*\|", paragraph)
+    }
+    assert broken == {}
+
+
+def test_every_config_key_has_an_anchor_and_is_found_by_search(site: Path, pages: dict[Path, Page]) -> None:
+    anchors = {anchor for chapter in config_doc.chapters() for key in chapter.keys for anchor in key.anchors}
+    assert anchors <= pages[Path("reference/config.html")].ids
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    for prefix, name in (("actor_train.training_args", "learning_rate"), ("", "beta"), ("deepspeed", "zero_stage")):
+        assert re.search(rf'"{re.escape(prefix)}":\[(?:[^\]]|\][^\]])*?"{name}"', index), name
+
+
+def test_figures_are_a_part_of_the_page_and_follow_its_theme(site: Path) -> None:
+    figures = [path for path in (ROOT / "docs").rglob("*.svg") if path.name != "favicon.svg"]
+    assert len(figures) >= 9
+    assert [path.name for path in figures if 'fig"' not in path.read_text(encoding="utf-8")[:400]] == []
+    assert 'html[data-theme="dark"] .fig' in (site / "_static" / "figures.css").read_text(encoding="utf-8")
+    benchmarks = (site / "internals" / "benchmarks.html").read_text(encoding="utf-8")
+    assert '<span class="figure"><svg' in benchmarks
+    assert not re.search(r"<img[^>]*vs_trl", benchmarks)
+
+
 @pytest.mark.parametrize(
     ("page", "expected"),
     [
         ("reference/cli.html", ["thresher train", "thresher cache verify", "--sequence-length"]),
-        ("reference/losses.html", ["sigmoid", "https://arxiv.org/abs/2305.18290"]),
+        ("reference/losses.html", ["sigmoid", "https://arxiv.org/abs/2305.18290", "<math"]),
         ("reference/api.html", ['id="thresher.DPOPipeline.run"', 'id="thresher.load_config"']),
+        ("reference/api.html", ['href="config.html#actor_train.training_args.learning_rate"', "peft_config"]),
         ("reference/config.html", ["gradient_accumulation_steps"]),
         ("project/contributing.html", ["The oracle"]),
     ],

@@ -47,12 +47,12 @@ class Metrics(dict[str, Any]):
 class TrainResult:
     """The end of a run: the last metrics of training and evaluation, its directory, and its checkpoints."""
 
-    metrics: Metrics
-    run_dir: Path
-    checkpoint: Path | None
-    best_checkpoint: Path | None
-    global_step: int = 0  # steps of the whole run
-    training_loss: float = float("nan")  # mean over its steps
+    metrics: Metrics  #: the last metrics of training and evaluation
+    run_dir: Path  #: output_dir
+    checkpoint: Path | None  #: the newest checkpoint
+    best_checkpoint: Path | None  #: the best checkpoint by metric_for_best_model
+    global_step: int = 0  #: steps of the whole run
+    training_loss: float = float("nan")  #: mean over its steps
 
 
 def read_records(config: DPOConfig) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers import trainer_pt_utils
@@ -34,36 +34,46 @@ from thresher.pipeline import DPOPipeline
 from thresher.runtime.launch import find_launch
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from huggingface_hub import CommitInfo
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
+    # a dataset, its rows, a path, several paths, or a prepared store
+    PairSource: TypeAlias = Dataset | Sequence[Mapping[str, Any]] | str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
 class DPOTrainer:
     """Train a policy from Python objects.
 
-    model, ref_model: a path, a Hub name or a model of transformers; a model object is copied, not trained in place.
-    config, or args: settings; what the other arguments say must not be set in it. train_dataset, eval_dataset: a
-    datasets.Dataset, a list of dicts, a path, a list of paths, or a prepared store; eval_dataset may also be several of
-    them by name. peft_config: a LoraConfig. processing_class: the tokenizer. callbacks: objects with methods of
-    transformers' TrainerCallback. devices: the number of workers on Ray, on GPUs if there are any, or the ids of GPUs;
-    one process when absent.
-
     Objects are written to `inputs` in output_dir, under names that contain a digest of their content. The methods of
     TRL's trainer that a program calls after `train` are here; a subclass with one that is never called is an error.
+
+    Args:
+        model: the policy's path or Hub name, or a model of transformers, which is copied and not trained in place.
+        config: the settings; none may contradict another argument.
+        args: another name of `config`, as in TRL.
+        train_dataset: a datasets.Dataset, a list of dicts, a path, a list of paths, or a prepared store.
+        eval_dataset: the same for validation pairs, or several of them by name.
+        peft_config: a LoraConfig of PEFT; full fine-tuning when absent.
+        processing_class: the tokenizer; the model's own when absent.
+        callbacks: objects with methods of transformers' TrainerCallback.
+        ref_model: the reference, as `model`; the initial policy when absent.
+        devices: the number of workers on Ray, on GPUs if there are any, or the ids of GPUs; one process when absent.
+        others: arguments of other trainers, which are rejected with the name to use here.
     """
 
     def __init__(
         self,
-        model: Any = None,
+        model: str | PathLike[str] | PreTrainedModel | None = None,
         config: DPOConfig | None = None,
         *,
         args: DPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: PairSource | None = None,
+        eval_dataset: PairSource | Mapping[str, PairSource] | None = None,
         peft_config: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[object] | None = None,
-        ref_model: Any = None,
+        ref_model: str | PathLike[str] | PreTrainedModel | None = None,
         devices: int | Sequence[int] | None = None,
         **others: Any,
     ) -> None:
@@ -106,7 +116,11 @@ class DPOTrainer:
             raise AttributeError(absent_attribute(name))
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
-        """Train, or resume the run of output_dir, as resume_from_checkpoint says; call it again after an interrupt."""
+        """Train, or resume the run of output_dir; after an interrupt, call it again to continue.
+
+        Args:
+            resume_from_checkpoint: as in the config.
+        """
         added = {} if resume_from_checkpoint is None else {"resume_from_checkpoint": resume_from_checkpoint}
         config = self._complete(self.config, added)
         evaluation: dict[str, float] = {}
@@ -136,12 +150,18 @@ class DPOTrainer:
         )
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: PairSource | Mapping[str, PairSource] | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> Metrics:
-        """Evaluate the newest checkpoint, or the initial model before training, on eval_dataset or another data set.
+        """Evaluate the newest checkpoint, or the initial model before training.
 
-        eval_dataset: several by name are evaluated one by one, their metrics named eval_NAME/... . ignore_keys: metrics
-        to leave out.
+        Args:
+            eval_dataset: pairs other than the trainer's; several by name are evaluated one by one, and their metrics
+                are called eval_NAME/... .
+            ignore_keys: metrics to leave out.
+            metric_key_prefix: the first part of each metric's name.
         """
         named = self._eval_sets if eval_dataset is None else eval_dataset if isinstance(eval_dataset, Mapping) else {}
         if named:
@@ -223,8 +243,11 @@ class DPOTrainer:
     def save_model(self, output_dir: str | PathLike[str] | None = None) -> Path:
         """Write the newest checkpoint as a plain Hugging Face directory, adapters merged; return its path.
 
-        With load_best_model_at_end, the best checkpoint. output_dir: `model` in the run's output_dir when absent. The
-        files of a model that is there are replaced, other files stay.
+        With load_best_model_at_end, the best checkpoint.
+
+        Args:
+            output_dir: where to write, `model` in the run's output_dir when absent; the files of a model that is there
+                are replaced, other files stay.
         """
         output = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / "model"
         if not self.is_world_process_zero():
@@ -242,7 +265,12 @@ class DPOTrainer:
         trainer_pt_utils.save_state(self)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics as transformers does. split: `train`, `eval` or another name."""
+        """Print metrics as transformers does.
+
+        Args:
+            split: `train`, `eval` or another name.
+            metrics: what `train` or `evaluate` returned.
+        """
         trainer_pt_utils.log_metrics(self, split, _named_as_in_trl(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
@@ -292,7 +320,12 @@ class DPOTrainer:
     ) -> CommitInfo | None:
         """Save the model and upload it to the Hugging Face Hub, as hub_model_id or by the name of output_dir.
 
-        blocking: for TRL's programs; the upload is complete when this returns. card: arguments of create_model_card.
+        Args:
+            commit_message: the message of the commit on the Hub.
+            blocking: for TRL's programs; the upload is complete when this returns in any case.
+            token: an access token; hub_token or the stored one when absent.
+            revision: the branch to upload to; hub_revision or the default branch when absent.
+            card: arguments of create_model_card.
         """
         directory = self.save_model()
         self.create_model_card(**card)
@@ -362,9 +395,22 @@ class DPOTrainer:
 
 
 def train(
-    model: Any = None, train_dataset: Any = None, *, eval_dataset: Any = None, peft_config: Any = None, **settings: Any
+    model: str | PathLike[str] | PreTrainedModel | None = None,
+    train_dataset: PairSource | None = None,
+    *,
+    eval_dataset: PairSource | Mapping[str, PairSource] | None = None,
+    peft_config: Any = None,
+    **settings: Any,
 ) -> TrainResult:
-    """Train in one call: settings are those of `DPOConfig`, and `devices` and `callbacks` those of `DPOTrainer`."""
+    """Train in one call.
+
+    Args:
+        model: as in `DPOTrainer`.
+        train_dataset: as in `DPOTrainer`.
+        eval_dataset: as in `DPOTrainer`.
+        peft_config: as in `DPOTrainer`.
+        settings: fields of `DPOConfig`, or `processing_class`, `callbacks`, `ref_model` and `devices` of `DPOTrainer`.
+    """
     names = ("processing_class", "callbacks", "ref_model", "devices")
     arguments = {name: settings.pop(name) for name in names if name in settings}
     arguments |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "peft_config": peft_config}

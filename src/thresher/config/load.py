@@ -24,7 +24,12 @@ _MAX_VALUES = 1_000_000
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DPOConfig:
-    """Compose a YAML file with overrides and validate the result."""
+    """Compose a YAML file with overrides and validate the result.
+
+    Args:
+        path: the YAML file.
+        overrides: settings that replace the file's, such as `beta=0.2`.
+    """
     check_yaml_size(Path(path))
     try:
         return parse_config(compose_yaml(Path(path), overrides))

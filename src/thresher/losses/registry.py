@@ -94,7 +94,12 @@ def parameter_defaults(name: str) -> dict[str, float]:
 
 
 def make_loss(name: str, parameters: Mapping[str, float]) -> Loss:
-    """Build a loss; parameters that are not given keep their defaults."""
+    """Build a loss.
+
+    Args:
+        name: a name that `loss_names` lists.
+        parameters: values by name; the others keep their defaults.
+    """
     return make_losses([name], parameters)[0]
 
 

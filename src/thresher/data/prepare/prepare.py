@@ -383,7 +383,16 @@ def prepare(
     overwrite: bool = False,
     executor: Executor | None = None,
 ) -> PrepareReport:
-    """Prepare a store at `output_dir`; resume if an earlier process was interrupted."""
+    """Prepare a store; resume if an earlier process was interrupted.
+
+    Args:
+        settings: files, template, lengths and what to do with bad rows.
+        tokenizer: the policy's tokenizer.
+        output_dir: the store to write.
+        progress: called after each block of rows.
+        overwrite: replace an existing store.
+        executor: runs the tokenizer; `settings.num_processes` processes on this machine when absent.
+    """
     output = Path(output_dir)
     check_output(output, overwrite=overwrite)
     template = find_template(settings, tokenizer)

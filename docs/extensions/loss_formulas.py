@@ -1,0 +1,111 @@
+"""The formula of each loss for docs/reference/losses.md, in TeX, with its place in the paper.
+
+Symbols are defined on the page: r is the log ratio of a response, z the margin r_w - r_l, a bar a mean per token.
+"""
+
+from __future__ import annotations
+
+PAPERS = {
+    "2305.18290": "DPO",
+    "2403.00409": "rDPO",
+    "2305.10425": "SLiC-HF",
+    "2309.06657": "RSO",
+    "2310.12036": "IPO",
+    "2402.00856": "EXO",
+    "2402.05369": "NCA",
+    "2404.04656": "BCO",
+    "2405.00675": "SPPO",
+    "2406.05882": "AOT",
+    "2408.06266": "APO",
+    "2406.08414": "DiscoPOP",
+    "2411.15124": "Tülu 3",
+    "2405.14734": "SimPO",
+    "2403.07691": "ORPO",
+    "2401.08417": "CPO",
+    "2411.10442": "MPO",
+}
+
+# loss: formula, where it is from and what else to know
+FORMULAS: dict[str, tuple[str, str]] = {
+    "sigmoid": (
+        r"-(1 - \varepsilon) \log \sigma(\beta z) - \varepsilon \log \sigma(-\beta z)",
+        "Equation 7 of the paper. ε is `label_smoothing`, the share of flipped labels "
+        "([cDPO](https://ericmitchell.ai/cdpo.pdf)).",
+    ),
+    "robust": (
+        r"\frac{-(1 - \varepsilon) \log \sigma(\beta z) + \varepsilon \log \sigma(-\beta z)}{1 - 2 \varepsilon}",
+        "Section 3 of the paper. ε is `label_smoothing`, below one half: there, labels carry no information.",
+    ),
+    "hinge": (
+        r"\max(0, 1 - \beta z)",
+        "On normalized likelihoods, as in [RSO](https://arxiv.org/abs/2309.06657).",
+    ),
+    "ipo": (
+        r"\left( \bar r_w - \bar r_l - \frac{1}{2 \beta} \right)^2",
+        "Equation 17 of the paper, each side divided by its length.",
+    ),
+    "ipo_sum": (
+        r"\left( z - \frac{1}{2 \beta} \right)^2",
+        "Equation 17 of the paper verbatim. Long responses weigh more than in [`ipo`](#ipo).",
+    ),
+    "exo_pair": (
+        r"\sigma(\beta z) \left( \log \sigma(\beta z) - \log (1 - \varepsilon) \right)"
+        r" + \sigma(-\beta z) \left( \log \sigma(-\beta z) - \log \varepsilon \right)",
+        "Equation 16 of the paper. ε is `label_smoothing`, above 0: the reverse KL to a one-hot label is infinite.",
+    ),
+    "nca_pair": (
+        r"-\log \sigma(\beta r_w) - \frac{1}{2} \log \sigma(-\beta r_w) - \frac{1}{2} \log \sigma(-\beta r_l)",
+        "NCA with two responses.",
+    ),
+    "bco_pair": (
+        r"-\log \sigma(\beta r_w - \delta) - \log \sigma(-(\beta r_l - \delta))",
+        "δ is the mean reward of both sides over all earlier steps, 0 at first. It cannot be set; checkpoints keep it.",
+    ),
+    "sppo_hard": (
+        r"\left( r_w - \frac{1}{2 \beta} \right)^2 + \left( r_l + \frac{1}{2 \beta} \right)^2",
+        "Equation 4.7 of the paper with win probabilities 1 and 0.",
+    ),
+    "aot": (
+        r"-(1 - \varepsilon) \log \sigma(x) - \varepsilon \log \sigma(-x), \quad"
+        r" x = \beta \left( \operatorname{sort}(\pi_w - \pi_l) - \operatorname{sort}(\rho_w - \rho_l) \right)",
+        "Paired AOT. It sorts over the whole step, so a value belongs to a quantile and not to a pair.",
+    ),
+    "aot_unpaired": (
+        r"-(1 - \varepsilon) \log \sigma(x) - \varepsilon \log \sigma(-x), \quad"
+        r" x = \beta \left( \operatorname{sort}(r_w) - \operatorname{sort}(r_l) \right)",
+        "Unpaired AOT. It sorts over the whole step, so a value belongs to a quantile and not to a pair.",
+    ),
+    "apo_zero": (
+        r"1 - \sigma(\beta r_w) + \sigma(\beta r_l)",
+        "Equation 7 of the paper.",
+    ),
+    "apo_down": (
+        r"\sigma(\beta r_w) + 1 - \sigma(\beta z)",
+        "Equation 8 of the paper.",
+    ),
+    "discopop": (
+        r"-(1 - g) \log \sigma(\beta z) + g \, e^{-\beta z}, \quad g = \sigma(\beta z / \tau)",
+        "Equation 5 of the paper. τ is `discopop_tau`.",
+    ),
+    "sigmoid_norm": (
+        r"-\log \sigma(\beta (\bar r_w - \bar r_l))",
+        "Section 5 of the paper, which has a beta of 5: rewards are per token here, so beta is larger than for "
+        "[`sigmoid`](#sigmoid).",
+    ),
+    "simpo": (
+        r"-\log \sigma(\beta (\bar \pi_w - \bar \pi_l) - \gamma)",
+        "Equation 6 of the paper.",
+    ),
+    "orpo": (
+        r"-\bar \pi_w - \beta \log \sigma(o_w - o_l), \quad o = \log \frac{p}{1 - p}, \quad p = e^{\bar \pi}",
+        "Equations 6 and 7 of the paper, whose λ is `beta` here.",
+    ),
+    "cpo": (
+        r"-\log \sigma(\beta (\pi_w - \pi_l)) - c \, \bar \pi_w",
+        "Equation 3 of the paper. c is `cpo_alpha`; the NLL is a mean per token, as in the authors' code.",
+    ),
+    "sft": (
+        r"-\bar \pi_w",
+        "The generation loss of MPO, averaged per response.",
+    ),
+}
