@@ -22,7 +22,7 @@ from tests.support.processes import descendants
 from tests.support.small_runs import last_weights, write_rows
 from thresher import DPOConfig, DPOTrainer
 
-GUIDE = ROOT / "docs" / "guides" / "python.md"
+GUIDE = ROOT / "docs" / "train" / "python.md"
 ROWS = ROOT / "examples" / "quickstart" / "train.jsonl"
 # the same with a config, and objects instead of names
 TRL_WITH_OBJECTS = """
