@@ -113,7 +113,7 @@ def test_every_loss_has_a_formula_and_its_value_at_policy_equal_to_reference() -
         ),
     }
     for name, text in shown.items():
-        loss = make_loss(name)
+        loss = make_loss(name, {})
         if loss.zero_margin_loss is None:
             assert text == ""
         elif not loss.couples_pairs:
@@ -127,7 +127,7 @@ def test_the_table_of_modifiers_is_what_the_losses_support() -> None:
         listed = match[2].partition("(")[0].partition(";")[0]
         for loss in re.findall(r"`(\w+)`", match[1]):
             shown[loss] = set(re.findall(r"`(\w+)`", listed))
-    assert shown == {name: set(make_loss(name).supports) for name in loss_names()}
+    assert shown == {name: set(make_loss(name, {}).supports) for name in loss_names()}
 
 
 def test_every_loss_with_a_starting_point_exists() -> None:
