@@ -141,7 +141,7 @@ def test_libraries_show_no_progress_bars_and_their_setting_is_kept(files, config
         ("log", "use a callback with on_log"),
         ("get_train_dataloader", "pairs are read by the plan of the run"),
         ("_save_checkpoint", "use a callback with on_save"),
-        ("autocast_smart_context_manager", "see docs/guides/python.md"),
+        ("autocast_smart_context_manager", "see docs/train/python.md"),
     ],
 )
 def test_a_subclass_whose_method_would_never_be_called_is_refused(name, instead):
@@ -171,7 +171,7 @@ def test_a_subclass_with_other_methods_is_a_trainer(files, config):
         ("compute_loss", "pref_loss=path/to/file.py:function"),
         ("dpo_loss", "pref_loss=path/to/file.py:function"),
         ("ref_model", "trainer.config.reference_path"),
-        ("nonsense", "see docs/guides/python.md"),
+        ("nonsense", "see docs/train/python.md"),
     ],
 )
 def test_an_attribute_that_is_absent_says_what_to_use(name, instead, files, config):
@@ -200,7 +200,7 @@ def test_an_attribute_that_is_absent_says_what_to_use(name, instead, files, conf
         ("start_epoch", "a run resumes from its newest checkpoint"),
         ("beta", "DPOConfig(beta=...)"),
         ("max_length", "DPOConfig(max_length=...)"),
-        ("nonsense", "see docs/guides/python.md"),
+        ("nonsense", "see docs/train/python.md"),
     ],
 )
 def test_an_argument_of_another_trainer_says_what_to_write(name, instead):

@@ -22,7 +22,7 @@ def test_the_program_from_a_dataset_on_two_workers_gives_the_weights_of_the_comm
     run_program(
         tiny_dir,
         tmp_path / "program",
-        ("import json\n", "import json\n\nfrom datasets import Dataset\n"),
+        ("from peft import", "from datasets import Dataset\nfrom peft import"),
         ("rows[24:]", "Dataset.from_list(rows[24:])"),
         ("rows[:24]", "Dataset.from_list(rows[:24])"),
         ('target_modules="all-linear"),', 'target_modules="all-linear"),\n    devices=2,'),

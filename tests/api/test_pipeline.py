@@ -50,7 +50,7 @@ def test_the_checks_and_the_run_share_their_inputs(base, tmp_path, monkeypatch):
 
 
 def test_the_workers_of_the_policy_have_the_methods_that_the_page_calls():
-    page = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "train" / "python.md").read_text(encoding="utf-8")
     called = re.findall(r'call\("(\w+)"\)', page)
     assert {"training_step", "evaluate", "save"} <= set(called)
     for name in called:

@@ -22,7 +22,7 @@ from tests.support.processes import descendants
 from tests.support.small_runs import last_weights, write_rows
 from thresher import DPOConfig, DPOTrainer
 
-GUIDE = ROOT / "docs" / "guides" / "python.md"
+GUIDE = ROOT / "docs" / "train" / "python.md"
 ROWS = ROOT / "examples" / "quickstart" / "train.jsonl"
 # the same with a config, and objects instead of names
 TRL_WITH_OBJECTS = """
@@ -45,22 +45,25 @@ def program_of(page: Path) -> str:
 
 
 def run_program(model: Path, directory: Path, *changes: tuple[str, str]) -> dict[str, Any]:
-    """Run the program of the README on another model, on a few rows, and in another directory."""
+    """Run the program of the README on a different model, on a few rows, and in a different directory."""
     replaced = {
-        '"output/quickstart/model"': repr(str(model)),
-        '"examples/quickstart/train.jsonl"': repr(str(ROWS)),
-        "in file]": "in file][:32]",
-        "output/quickstart": str(directory),
-        "max_length=256": 'max_length=256, template="raw", per_device_train_batch_size=2, num_train_epochs=1',
-        "num_train_epochs=2, ": "",
+        '"HuggingFaceTB/SmolLM2-135M-Instruct"': repr(str(model)),
+        '"thresher-demo/train.jsonl"': "rows[24:]",
+        '"thresher-demo/validation.jsonl"': "rows[:24]",
+        '"output/python"': repr(str(directory / "python")),
+        '"smollm2-python"': repr(str(directory / "python-model")),
+        "learning_rate=5e-6, num_train_epochs=2": (
+            'learning_rate=1e-2, max_length=256, bf16=False, template="raw", per_device_train_batch_size=2'
+        ),
         **dict(changes),
     }
-    text = program_of(ROOT / "README.md")
+    text = program_of(GUIDE)
     for old, new in replaced.items():
         assert old in text, old
         text = text.replace(old, new)
-    names: dict[str, Any] = {}
-    exec(compile(text, "README.md", "exec"), names)  # noqa: S102
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()[:32]]
+    names: dict[str, Any] = {"rows": rows}
+    exec(compile(text, str(GUIDE), "exec"), names)  # noqa: S102
     return names
 
 
@@ -79,7 +82,7 @@ def run_command_line(model: Path, directory: Path, monkeypatch: pytest.MonkeyPat
         "sequence_length": 256,
         "track_with": [],
         "actor_train": {
-            "model_args": {"dtype": "fp32", "lora_rank": 8, "lora_alpha": 8, "lora_target": ["all-linear"]},
+            "model_args": {"dtype": "fp32", "lora_rank": 16, "lora_alpha": 32, "lora_target": ["all-linear"]},
             "data_args": sources["train"],
             "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 2},
             **changes,
@@ -98,15 +101,14 @@ def assert_equal(one: Path, other: Path) -> None:
 
 
 def test_the_program_of_the_readme_gives_the_weights_of_the_command_line(tiny_dir, tmp_path, monkeypatch):
-    names = run_program(tiny_dir, tmp_path / "program")
+    run_program(tiny_dir, tmp_path / "program")
     by_file = run_command_line(tiny_dir, tmp_path / "file", monkeypatch)
     assert_equal(tmp_path / "program" / "python", by_file)
     # the saved model is the trained one, not the initial one
     initial = AutoModelForCausalLM.from_pretrained(tiny_dir)
-    assert names["model"].num_parameters() == initial.num_parameters()
-    assert not torch.equal(
-        names["model"].model.layers[0].mlp.up_proj.weight, initial.model.layers[0].mlp.up_proj.weight
-    )
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "program" / "python-model")
+    assert saved.num_parameters() == initial.num_parameters()
+    assert not torch.equal(saved.model.layers[0].mlp.up_proj.weight, initial.model.layers[0].mlp.up_proj.weight)
 
 
 def test_the_guide_shows_the_program_of_the_readme():

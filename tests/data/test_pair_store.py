@@ -303,7 +303,7 @@ def test_open_shards_stay_below_the_usual_file_limit(tmp_path: Path) -> None:
 
 def test_the_default_size_of_a_shard_is_the_documented_one():
     """Another size changes the bytes of every store."""
-    documented = (ROOT / "docs" / "guides" / "data.md").read_text()
+    documented = (ROOT / "docs" / "internals" / "store.md").read_text()
     assert f"A shard has {DataSettings('a.jsonl').shard_rows:,} pairs" in documented
 
 

@@ -70,13 +70,13 @@ def absent_argument(name: str) -> str:
     if reason is None:
         known = names_in_python(DPOConfig)
         setting = name if name in known else names_of_other_trainers().get(name, "").rpartition(".")[2]
-        reason = f"it is a setting: DPOConfig({setting}=...)" if setting in known else "see docs/guides/python.md"
+        reason = f"it is a setting: DPOConfig({setting}=...)" if setting in known else "see docs/train/python.md"
     return f"DPOTrainer has no argument {name}; {reason}"
 
 
 def absent_attribute(name: str) -> str:
     """Say what to use instead of an attribute that DPOTrainer does not have."""
-    reason = {**_METHODS, **_ATTRIBUTES}.get(name, "see docs/guides/python.md for its methods")
+    reason = {**_METHODS, **_ATTRIBUTES}.get(name, "see docs/train/python.md for its methods")
     return f"DPOTrainer has no attribute {name}; {reason}"
 
 
@@ -89,5 +89,5 @@ def refuse_overrides(subclass: type[Any], trainer: type[Any]) -> None:
 
     for name in own:
         if name in _METHODS or hasattr(Trainer, name):
-            reason = _METHODS.get(name, "see docs/guides/python.md for what to use instead")
+            reason = _METHODS.get(name, "see docs/train/python.md for what to use instead")
             raise UserError(f"{subclass.__name__}.{name} would never be called: a run does not use it; {reason}")

@@ -16,7 +16,7 @@ from thresher.models.loading.load import DTYPES
 # what the forwards of policy and reference have in common: all, the parallel axes, or only the weights
 Forwards = Literal["same", "other batches", "other axes"]
 # mean difference of a logp in nats, the largest that benchmarks/step_zero.py measured; the table of
-# docs/concepts/precision.md
+# docs/internals/step-0-noise.md
 MEASURED_NOISE = {
     torch.float32: {"other batches": 3e-7, "other axes": 2.2e-6},
     torch.bfloat16: {"other batches": 2.5e-2, "other axes": 2.9e-2},
