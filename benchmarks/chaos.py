@@ -1,6 +1,6 @@
 """Inject faults into runs at random moments, and compare the results with an undisturbed run.
 
-    python benchmarks/chaos.py --faults 52               # the table of docs/guides/reliability-tests.md
+    python benchmarks/chaos.py --faults 52               # the table of docs/internals/reliability-tests.md
     python benchmarks/chaos.py --faults 6 --kinds ...    # a few of them, as the tests do
     python benchmarks/chaos.py --faults 27 --nodes --layouts tp pp cp --modes precompute  # across two Ray nodes
 

@@ -1,4 +1,4 @@
-"""Compute memory per GPU and GPUs needed by method and size of the model: the table of docs/guides/plan.md.
+"""Compute memory per GPU and GPUs needed by method and size of the model: the table of docs/scale/memory.md.
 
 python -m benchmarks.plan_table
 """

@@ -1,6 +1,6 @@
 """Soak test: memory, open files and threads of every process over thousands of steps.
 
-python benchmarks/soak.py --steps 4000           # on Ray: the table of docs/guides/reliability-tests.md
+python benchmarks/soak.py --steps 4000           # on Ray: the table of docs/internals/reliability-tests.md
 python benchmarks/soak.py --place local          # in one process, the reference from the cache
 A real run through the pipeline on the smallest real model, with saves, evaluations, trackers and the reference. Its
 processes are sampled every few steps. Growth is the least-squares slope over the last three quarters of the run, as

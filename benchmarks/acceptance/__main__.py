@@ -2,7 +2,7 @@
 
 scripts/gpu_acceptance [--device cuda|cpu] [--output FILE] [--parts NAME ...]
 
-Each part is ok, failed or skipped. The exit code is 1 if a part failed. docs/guides/gpu.md explains the parts.
+Each part is ok, failed or skipped. The exit code is 1 if a part failed. docs/scale/gpu-check.md explains the parts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models, the expected outcomes, and the table of cases that agreed.
 
-`pytest tests/engines --parity-table docs/concepts/parallelism.md` writes the table.
+`pytest tests/engines --parity-table docs/internals/testing.md` writes the table.
 """
 
 from __future__ import annotations

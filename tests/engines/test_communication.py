@@ -1,4 +1,4 @@
-"""Bytes that a step sends along each axis equal the formulas in docs/concepts/parallelism.md."""
+"""Bytes that a step sends along each axis equal the formulas in docs/internals/plan-accuracy.md."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def work_of(case: Case, data_rank: int) -> Work:
 
 
 def formula(sizes: ParallelDims, shape: Shape, work: Work, zero_stage: int = 3) -> dict[str, float]:
-    """The formulas of docs/concepts/parallelism.md, per process."""
+    """The formulas of docs/internals/plan-accuracy.md, per process."""
     weights = shape.parameters / sizes.tp
     tokens, scored, last = (number / sizes.cp for number in (work.tokens, work.scored, work.last_layer_rows))
     numbers = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0.0)

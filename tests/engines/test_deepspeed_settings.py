@@ -235,7 +235,7 @@ def test_stage_3_needs_files_that_can_be_read_in_parts(tmp_path):
 
 @pytest.mark.parametrize(
     ("declaration", "pages"),
-    [(deepspeed.TRAIN, ("get-started/install.md", "guides/engines.md")), (megatron.TRAIN, ("guides/engines.md",))],
+    [(deepspeed.TRAIN, ("get-started/install.md", "scale/engines.md")), (megatron.TRAIN, ("scale/engines.md",))],
     ids=["deepspeed", "megatron"],
 )
 def test_an_engine_that_is_not_installed_is_installed_as_the_pages_say(declaration, pages):

@@ -1,4 +1,4 @@
-"""The expected time of a step, against steps that torchtitan has published, and the MFU of docs/guides/gpu.md."""
+"""Expected step times, against steps that torchtitan has published, and the MFU of docs/internals/plan-accuracy.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/guides/plan.md is the one that its command prints."""
+"""The table of docs/scale/memory.md is the one that its command prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.support.paths import ROOT
 
 
 def test_the_page_has_the_table_that_the_command_prints():
-    page = (ROOT / "docs" / "guides" / "plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "scale" / "memory.md").read_text(encoding="utf-8")
 
     table = list(rows())
 

@@ -1,4 +1,4 @@
-"""Cases that are compared with the oracle; the table in docs/concepts/parallelism.md is generated from them.
+"""Cases that are compared with the oracle; the table in docs/internals/testing.md is generated from them.
 
 Not the full product: every mesh runs every layout with sigmoid and every loss in the shared layout; architectures run
 one axis at a time. Axes and losses are independent of each other.
@@ -15,7 +15,7 @@ from tests.support.engines.parity import Case, axes_text
 from tests.support.paths import ROOT
 from thresher.distributed.mesh import ParallelDims
 
-DOCS = ROOT / "docs" / "concepts" / "parallelism.md"
+DOCS = ROOT / "docs" / "internals" / "testing.md"
 _BEGIN, _END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
 
 USUAL = ("shared", "sigmoid", "llama")
