@@ -29,8 +29,8 @@ def describe_pages(env: BuildEnvironment) -> dict[str, str]:
             continue
         for item in env.get_doctree(index).findall(nodes.list_item):
             link = next(iter(item.findall(addnodes.pending_xref)), None)
-            if link is not None:
-                described[link["reftarget"]] = _one_line(item).partition(": ")[2]
+            if link is not None and (text := _one_line(item).partition(": ")[2]):
+                described.setdefault(link["reftarget"], text)
     for page in sorted(env.found_docs - {page for page, text in described.items() if text}):
         _LOGGER.warning("no description; list the page in the index of its section", location=page)
         described[page] = ""
