@@ -1,6 +1,6 @@
 """The formula of each loss for docs/reference/losses.md, in TeX, with its place in the paper.
 
-Symbols are defined on the page: r is the log ratio of a response, z the margin r_w - r_l, a bar a mean per token.
+Symbols are defined on the page: r is the log ratio of a response, z the margin r_w - r_l, n the tokens of a response.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMULAS: dict[str, tuple[str, str]] = {
         "On normalized likelihoods, as in [RSO](https://arxiv.org/abs/2309.06657).",
     ),
     "ipo": (
-        r"\left( \bar r_w - \bar r_l - \frac{1}{2 \beta} \right)^2",
+        r"\left( \frac{r_w}{n_w} - \frac{r_l}{n_l} - \frac{1}{2 \beta} \right)^2",
         "Equation 17 of the paper, each side divided by its length.",
     ),
     "ipo_sum": (
@@ -67,7 +67,7 @@ FORMULAS: dict[str, tuple[str, str]] = {
     ),
     "aot": (
         r"-(1 - \varepsilon) \log \sigma(x) - \varepsilon \log \sigma(-x), \quad"
-        r" x = \beta \left( \operatorname{sort}(\pi_w - \pi_l) - \operatorname{sort}(\rho_w - \rho_l) \right)",
+        r" x = \beta \left( \operatorname{sort}(\pi_w - \pi_l) - \operatorname{sort}(\pi_{0,w} - \pi_{0,l}) \right)",
         "Paired AOT. It sorts over the whole step, so a value belongs to a quantile and not to a pair.",
     ),
     "aot_unpaired": (
@@ -88,24 +88,24 @@ FORMULAS: dict[str, tuple[str, str]] = {
         "Equation 5 of the paper. τ is `discopop_tau`.",
     ),
     "sigmoid_norm": (
-        r"-\log \sigma(\beta (\bar r_w - \bar r_l))",
+        r"-\log \sigma(\beta (\frac{r_w}{n_w} - \frac{r_l}{n_l}))",
         "Section 5 of the paper, which has a beta of 5: rewards are per token here, so beta is larger than for "
         "[`sigmoid`](#sigmoid).",
     ),
     "simpo": (
-        r"-\log \sigma(\beta (\bar \pi_w - \bar \pi_l) - \gamma)",
+        r"-\log \sigma(\beta (\frac{\pi_w}{n_w} - \frac{\pi_l}{n_l}) - \gamma)",
         "Equation 6 of the paper.",
     ),
     "orpo": (
-        r"-\bar \pi_w - \beta \log \sigma(o_w - o_l), \quad o = \log \frac{p}{1 - p}, \quad p = e^{\bar \pi}",
+        r"-\frac{\pi_w}{n_w} - \beta \log \sigma(o_w - o_l), \quad o = \log \frac{p}{1 - p}, \quad p = e^{\pi / n}",
         "Equations 6 and 7 of the paper, whose λ is `beta` here.",
     ),
     "cpo": (
-        r"-\log \sigma(\beta (\pi_w - \pi_l)) - c \, \bar \pi_w",
+        r"-\log \sigma(\beta (\pi_w - \pi_l)) - c \, \frac{\pi_w}{n_w}",
         "Equation 3 of the paper. c is `cpo_alpha`; the NLL is a mean per token, as in the authors' code.",
     ),
     "sft": (
-        r"-\bar \pi_w",
+        r"-\frac{\pi_w}{n_w}",
         "The generation loss of MPO, averaged per response.",
     ),
 }
