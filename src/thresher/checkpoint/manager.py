@@ -161,13 +161,21 @@ class CheckpointManager:
             staging = create_staging(self.root, step) if communicator.rank == 0 else None
             return None if staging is None else staging.path
 
-        def write_and_record() -> dict[str, FileRecord]:
-            assert path is not None  # noqa: S101  of rank 0
+        def write_and_record(path: Path) -> dict[str, FileRecord]:
             if not path.is_dir():
                 hint = "all workers must save to one shared file system"
                 raise CheckpointError(f"a worker cannot see {path}, which rank 0 created; {hint}")
             with translate_save_errors(self.root, step):
                 return record_files(path, write(path))
+
+        try:
+            path = _on_all(communicator, create)[0]
+            assert path is not None  # noqa: S101  of rank 0
+            records = _on_all(communicator, lambda: write_and_record(path))
+        except BaseException:
+            if staging is not None:
+                discard(staging)
+            raise
 
         def finish() -> None:
             if staging is not None:
@@ -176,13 +184,6 @@ class CheckpointManager:
                 with translate_save_errors(self.root, step):
                     prune(self.root, self.keep_last, self.best(), trusted=published)
 
-        try:
-            path = _on_all(communicator, create)[0]
-            records = _on_all(communicator, write_and_record)
-        except BaseException:
-            if staging is not None:
-                discard(staging)
-            raise
         _on_all(communicator, finish)
         return self.path_for(step)
 

@@ -130,7 +130,7 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
     console.print(make_table("", [*results[0].trial.values, "state"], ["step", *metrics], rows))
     if groups := group_by_seed(results):
         rows = [
-            (*group.values.values(), str(group.num_trials), *(_shown(*group.metrics.get(m, (None,))) for m in metrics))
+            (*group.values.values(), str(group.num_trials), *(_shown(group.metrics.get(m)) for m in metrics))
             for group in groups
         ]
         title = "mean over seeds, with 95 % interval"
@@ -145,7 +145,9 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
         print_lines(str(report))
 
 
-def _shown(value: float | None, width: float = math.nan) -> str:
+def _shown(value: float | tuple[float, float] | None) -> str:
+    """Show a number, or a mean with the width of its interval."""
     if value is None:
         return "-"
-    return f"{value:.4g}" if math.isnan(width) else f"{value:.4g} ± {width:.2g}"
+    mean, width = value if isinstance(value, tuple) else (value, math.nan)
+    return f"{mean:.4g}" if math.isnan(width) else f"{mean:.4g} ± {width:.2g}"
