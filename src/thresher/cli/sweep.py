@@ -16,7 +16,7 @@ from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.sweep.grid import Trial
-    from thresher.sweep.results import Result
+    from thresher.sweep.results import Mode, Result
     from thresher.sweep.run import Sweep
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def sweep(
         raise UserError(f"--mode is {mode!r}; use max or min")
     lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected") if mode is None else mode == "min"
 
-    from thresher.sweep.run import Mode, Sweep, SweepSettings  # imports torch
+    from thresher.sweep.run import Sweep, SweepSettings  # imports torch
 
     best: Mode = "min" if lower_is_better else "max"
     settings = SweepSettings(metric, best, scheduler == "asha", grace_steps, reduction_factor, max_concurrent)
