@@ -5,10 +5,10 @@ All decisions are made from the files on disk, so a restarted run decides like a
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from thresher.checkpoint.manifest import MANIFEST_NAME, Digests, FileRecord, record_files, verify
 from thresher.checkpoint.save import (
@@ -28,7 +28,6 @@ from thresher.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 # the ranks verify the other files, of which this process reads none
 READ_BY_DRIVER = ("config.json", "trainer.json")
 
@@ -139,10 +138,6 @@ def _invalid_reason(path: Path, *, digests: Digests = True) -> str | None:
     return None if step == step_of(path) else f"{path} contains step {step}, which is not the step in its name"
 
 
-def _on_all(communicator: Communicator, function: Callable[[], T]) -> list[T]:
-    return run_on_all(communicator, function, "save the checkpoint", passed_on=CheckpointError)
-
-
 @dataclass(frozen=True)
 class CheckpointManager:
     """A run's checkpoint directory and its retention policy."""
@@ -155,19 +150,28 @@ class CheckpointManager:
     def save(self, step: int, write: Write, metrics: Mapping[str, float], communicator: Communicator) -> Path:
         """Publish the files that all processes write, then prune older checkpoints."""
         staging: Staging | None = None
+        what = "save the checkpoint"
 
         def create() -> Path | None:
             nonlocal staging
             staging = create_staging(self.root, step) if communicator.rank == 0 else None
             return None if staging is None else staging.path
 
-        def write_and_record() -> dict[str, FileRecord]:
-            assert path is not None  # noqa: S101  of rank 0
+        def write_and_record(path: Path) -> dict[str, FileRecord]:
             if not path.is_dir():
                 hint = "all workers must save to one shared file system"
                 raise CheckpointError(f"a worker cannot see {path}, which rank 0 created; {hint}")
             with translate_save_errors(self.root, step):
                 return record_files(path, write(path))
+
+        try:
+            path = run_on_all(communicator, create, what, CheckpointError)[0]
+            assert path is not None  # noqa: S101  of rank 0
+            records = run_on_all(communicator, lambda: write_and_record(path), what, CheckpointError)
+        except BaseException:
+            if staging is not None:
+                discard(staging)
+            raise
 
         def finish() -> None:
             if staging is not None:
@@ -176,14 +180,7 @@ class CheckpointManager:
                 with translate_save_errors(self.root, step):
                     prune(self.root, self.keep_last, self.best(), trusted=published)
 
-        try:
-            path = _on_all(communicator, create)[0]
-            records = _on_all(communicator, write_and_record)
-        except BaseException:
-            if staging is not None:
-                discard(staging)
-            raise
-        _on_all(communicator, finish)
+        run_on_all(communicator, finish, what, CheckpointError)
         return self.path_for(step)
 
     def path_for(self, step: int) -> Path:

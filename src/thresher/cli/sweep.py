@@ -16,7 +16,7 @@ from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from thresher.sweep.grid import Trial
-    from thresher.sweep.results import Result
+    from thresher.sweep.results import Mode, Result
     from thresher.sweep.run import Sweep
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def sweep(
         raise UserError(f"--mode is {mode!r}; use max or min")
     lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected") if mode is None else mode == "min"
 
-    from thresher.sweep.run import Mode, Sweep, SweepSettings  # imports torch
+    from thresher.sweep.run import Sweep, SweepSettings  # imports torch
 
     best: Mode = "min" if lower_is_better else "max"
     settings = SweepSettings(metric, best, scheduler == "asha", grace_steps, reduction_factor, max_concurrent)
@@ -130,7 +130,7 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
     console.print(make_table("", [*results[0].trial.values, "state"], ["step", *metrics], rows))
     if groups := group_by_seed(results):
         rows = [
-            (*group.values.values(), str(group.num_trials), *(_shown(*group.metrics.get(m, (None,))) for m in metrics))
+            (*group.values.values(), str(group.num_trials), *(_shown(group.metrics.get(m)) for m in metrics))
             for group in groups
         ]
         title = "mean over seeds, with 95 % interval"
@@ -145,7 +145,9 @@ def _show(planned: Sweep, results: Sequence[Result]) -> None:
         print_lines(str(report))
 
 
-def _shown(value: float | None, width: float = math.nan) -> str:
+def _shown(value: float | tuple[float, float] | None) -> str:
+    """Show a number, or a mean with the width of its interval."""
     if value is None:
         return "-"
-    return f"{value:.4g}" if math.isnan(width) else f"{value:.4g} ± {width:.2g}"
+    mean, width = value if isinstance(value, tuple) else (value, math.nan)
+    return f"{mean:.4g}" if math.isnan(width) else f"{mean:.4g} ± {width:.2g}"

@@ -315,7 +315,8 @@ class RoleConfig(Section):
     @property
     def num_data_ranks(self) -> int:
         """Number of data-parallel ranks; workers along tp, pp and cp form one rank."""
-        return max(1, self.num_processes // self.strategy_args.settings.workers_per_data_rank)
+        workers: int = self.strategy_args.settings.workers_per_data_rank
+        return max(1, self.num_processes // workers)
 
     @property
     def strategy_name(self) -> str:

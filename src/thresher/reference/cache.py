@@ -28,7 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.checkpoint.json_io import encode, load_json
+from thresher.checkpoint.json_io import Json, encode, load_json
 from thresher.data.store.arrow_schema import find_sorted, list_array
 from thresher.data.store.cache import DIRECTORY_NAME, chosen_cache_dir, partial_stores, user_cache_dir
 from thresher.data.store.reader import HASH_BYTES, HASH_DTYPE, MAX_OPEN_SHARDS, Hashes, fixed_width_values, list_views
@@ -194,7 +194,7 @@ class ReferenceCache:
             if not (self.directory / IDENTITY_NAME).exists():
                 created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
                 model = redact_text(self._model)
-                description = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
+                description: dict[str, Json] = {"model": model, "created": created, "scoring_version": SCORING_VERSION}
                 temporary = self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
                 content = encode(description | self._fingerprint.content)
                 durable.replace(self.directory / IDENTITY_NAME, content, temporary=temporary)
