@@ -52,7 +52,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """The segments as an opaque object: of a tuple, torch.compile would guard the length, and recompile for each."""
+    """The segments as one opaque object: on a bare tuple, torch.compile would guard, and recompile for every length."""
 
     segments: tuple[Segment, ...]
     exchange: ContextParallel | None = None  # the all-to-all of context parallelism

@@ -23,7 +23,7 @@ _DISTRIBUTED_CHECKPOINT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safeten
 
 
 def find_weight_files(path: str) -> tuple[Path, ...]:
-    """Return the GGUF file or the safetensors files of a model; the last one that has a tensor is read."""
+    """Return the GGUF file or the safetensors files of a model; a tensor in several files is read from the last."""
     if path.endswith(".gguf"):
         return (Path(path),)
     if find_file(path, "adapter_config.json") is not None:

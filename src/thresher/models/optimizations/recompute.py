@@ -43,7 +43,7 @@ _COMPILED = "inductor_compiled_code"
 
 
 def recompute_activations(model: PreTrainedModel, recompute: Recompute, *, offload: bool = False) -> None:
-    """Let layers with their adapters compute activations again; `offload` keeps their inputs on the host until then."""
+    """Let layers, adapters attached, recompute activations; `offload` keeps their inputs on the host until then."""
     if recompute == "off":
         return
     options: dict[str, Any] = {"use_reentrant": False}
