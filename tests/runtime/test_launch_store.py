@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,6 +101,33 @@ def test_a_call_that_is_not_on_the_list_is_refused_even_if_it_is_signed():
     first.messages.send("call/1", ["log_stacks", [], None])
     with pytest.raises(UserError, match="'log_stacks', which is no call of a run"):
         second.follow(LaunchedRank(second.launch, second.store), dict)
+
+
+def test_a_rank_that_ends_without_a_word_in_a_call_is_found_by_its_missing_heartbeats():
+    first, second = sessions(dist.HashStore())
+    first.send_heartbeats(2.0)
+    second.send_heartbeats(2.0)()  # ended at once, as by SIGKILL
+    message = r"rank 1 has sent no heartbeat for [\d.]+ s: it has ended or is stopped; .* rerun the same command"
+    with pytest.raises(UserError, match=message), first.on_all("save"):
+        pass
+
+
+def test_a_rank_that_sends_heartbeats_may_take_any_time_for_a_call():
+    first, second = sessions(dist.HashStore())
+    first.send_heartbeats(2.0)
+    end = second.send_heartbeats(2.0)
+
+    def save() -> None:
+        with first.on_all("save"):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save)
+        time.sleep(6.0)
+        assert not saving.done()
+        second.store.add("done/1", 1)
+        saving.result(timeout=60)
+    end()
 
 
 def test_secrets_and_the_environment_are_not_sent_and_each_rank_adds_its_own(monkeypatch):

@@ -168,6 +168,16 @@ def test_a_run_whose_rank_was_killed_resumes_bitwise_also_under_srun(config, lau
     assert "ready at step 2 of 4" in (tmp_path / "out" / "logs" / "workers" / "actor_train-1.log").read_text()
 
 
+@pytest.mark.hand  # CI has the missing heartbeats alone
+def test_rank_0_notices_that_a_rank_was_killed_in_a_save_under_srun(config, tmp_path):
+    changes = {"actor_train": LAYOUTS["replicas"], "heartbeat_timeout": 10, "runtime": "torchrun"}
+    path = write(config, tmp_path / "out", changes)
+    codes, shown = finish(start_tasks("tests.support.launched", "1:kill-in-save:2", "train", path))
+    assert codes == [2, -signal.SIGKILL], shown
+    (line,) = errors(shown[0])
+    assert line.startswith("error: rank 1 has sent no heartbeat for ")
+
+
 @pytest.mark.hand
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout_and_it_resumes_bitwise(config, launched, tmp_path):
     changes = {"actor_train": LAYOUTS["replicas"], "async_save": False, "heartbeat_timeout": 10, "runtime": "torchrun"}

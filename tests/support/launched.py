@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 -m tests.support.launched RANK:HOW:STEP train CONFIG.yaml ...
 
-HOW: kill, with SIGKILL after the step; fail, with a user error in it; or hang, before its first collective.
+HOW: kill, with SIGKILL after the step; kill-in-save, while the others save it; fail, with a user error in it; or hang,
+before its first collective.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -30,8 +32,25 @@ def fail_at(step: int, *, hangs: bool = False) -> None:
     RankTrainer.training_step = fail
 
 
+def kill_in_save(step: int) -> None:
+    save = RankTrainer.save
+
+    def end(self: RankTrainer) -> object:
+        saved = save(self)
+        if self.state.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)  # before rank 0 hears that this rank has finished the call
+        return saved
+
+    RankTrainer.save = end
+
+
 if __name__ == "__main__":
     rank, how, step = sys.argv.pop(1).split(":")
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == rank:
-        kill_at("step", int(step)) if how == "kill" else fail_at(int(step), hangs=how == "hang")
+        if how == "kill":
+            kill_at("step", int(step))
+        elif how == "kill-in-save":
+            kill_in_save(int(step))
+        else:
+            fail_at(int(step), hangs=how == "hang")
     main()

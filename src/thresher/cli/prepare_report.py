@@ -25,7 +25,7 @@ _LOG_INTERVAL = 10.0  # seconds
 
 
 @contextmanager
-def show_progress(show_work: Callable[[str], bool]) -> Iterator[Callable[[PrepareProgress], None]]:
+def show_progress(show_work: Callable[[str], bool]) -> Iterator[Callable[[PrepareProgress], object]]:
     """Show a progress bar on a terminal, and log a line every few seconds elsewhere."""
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -48,7 +48,7 @@ def show_progress(show_work: Callable[[str], bool]) -> Iterator[Callable[[Prepar
         yield show
 
 
-def _progress_lines() -> Callable[[PrepareProgress], None]:
+def _progress_lines() -> Callable[[PrepareProgress], object]:
     last = time.monotonic()
 
     def show(progress: PrepareProgress) -> None:

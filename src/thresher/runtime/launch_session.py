@@ -2,7 +2,8 @@
 
 Calls travel through the store of the launcher's rendezvous as signed JSON, so waiting has no timeout, however long
 preparation takes. Arguments that JSON does not have are broadcast by the process group, which starts with the models;
-the call has their digest. The first rank that fails claims the failure, and all others end with its exit code.
+the call has their digest. The first rank that fails claims the failure, and all others end with its exit code. A rank
+that has ended without a word is found by its missing heartbeats, where rank 0 waits for it outside of collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import pickle
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,12 +33,12 @@ from thresher.redact import restore_secrets
 from thresher.runtime.launch import Launch
 from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
 from thresher.runtime.rank import PolicyRank
-from thresher.runtime.stalls import watch_stalls
+from thresher.runtime.stalls import poll_interval, watch_stalls
 from thresher.training.preemption import stop_on_signals
 
 logger = logging.getLogger(__name__)
 
-_ROLE, _EXIT, _FAILURE = "actor_train", "exit", "failure"
+_ROLE, _EXIT, _FAILURE, _HEARTBEAT = "actor_train", "exit", "failure", "heartbeat"
 # what rank 0 may request of the other ranks
 _CALLS_TO_START = {"receive", "join", "smallest_gpu", "find_damage", "load", "build", "score_missing", "begin"}
 _CALLS_TO_TRAIN = {"run", "stopped_at", "evaluate_and_record", "save", "wait_for_saves"}
@@ -45,6 +46,8 @@ _MAX_POLL_INTERVAL = 0.25
 # a rank that lost a connection waits this long for the error of the rank that closed it
 _SECONDS_FOR_CAUSE = 5.0
 _SECONDS_TO_EXIT = 10.0
+# a rank is lost when this share of the polls of one heartbeat_timeout has found no new heartbeat, as on Ray
+_SHARE_MISSED = 0.75
 _RANK_0_ENDED = "rank 0 has ended without saying why; see what it printed, then rerun the same command to resume"
 Values = Mapping[str, Any]
 T = TypeVar("T")
@@ -61,6 +64,7 @@ class LaunchSession:
     store: Store
     messages: SignedMessages
     end_watch: Callable[[], None] = lambda: None
+    _heartbeat_timeout: float = float("inf")  # until the ranks have a config
     _num_calls: int = 0
     _others_are_busy: bool = False
 
@@ -70,7 +74,8 @@ class LaunchSession:
         try:
             self._request(method, *arguments)
             yield
-            self._poll(lambda: self._others_have_finished() or self._failure_of_peer())
+            silence = _SilenceDetector(self.store, range(1, self.launch.size), self._heartbeat_timeout)
+            self._poll(lambda: self._others_have_finished() or self._failure_of_peer() or silence.check())
             if not self._others_have_finished():
                 raise self._failure_of_peer() or PeerError("a rank failed", 1)
             self._others_are_busy = False
@@ -207,7 +212,36 @@ class LaunchSession:
         if rank.is_open:
             timeout = rank.config.heartbeat_timeout
             self.end_watch()  # of an earlier run
-            self.end_watch = watch_stalls(timeout, lambda seconds: self._end_stuck(rank, seconds, timeout))
+            end_stalls = watch_stalls(timeout, lambda seconds: self._end_stuck(rank, seconds, timeout))
+            end_heartbeats = self.send_heartbeats(timeout)
+
+            def end() -> None:
+                end_stalls()
+                end_heartbeats()
+
+            self.end_watch = end
+
+    def send_heartbeats(self, timeout: float) -> Callable[[], None]:
+        """Show rank 0 that this process exists, whatever its main thread does; return what ends it."""
+        self._heartbeat_timeout = timeout
+        ended = threading.Event()
+
+        def send() -> None:
+            with contextlib.suppress(dist.DistError):  # the store has ended
+                while not ended.wait(poll_interval(timeout)):
+                    self.store.add(f"{_HEARTBEAT}/{self.launch.rank}", 1)
+
+        # not in the thread that finds stalls: the store does not answer while the process that hosts it is stopped
+        thread = threading.Thread(target=send, name="heartbeats", daemon=True)
+        if self.launch.rank:
+            thread.start()
+
+        def end() -> None:
+            ended.set()
+            if self.launch.rank:
+                thread.join(_SECONDS_FOR_CAUSE)
+
+        return end
 
     def _end_stuck(self, rank: PolicyRank, seconds: float, timeout: float) -> None:
         """Called in a thread, while the main one waits for a rank that may be that of the store."""
@@ -241,6 +275,34 @@ class LaunchSession:
             logger.error("%s failed", name, exc_info=cause)
         self._publish_failure(message, code)
         return code
+
+
+class _SilenceDetector:
+    """Finds a rank whose heartbeats have stopped. Polls count, not the clock, for the reason of StallDetector."""
+
+    def __init__(self, store: Store, ranks: range, timeout: float):
+        self._store, self._ranks = store, ranks
+        self._interval = poll_interval(timeout)
+        self._max_polls = _SHARE_MISSED * timeout / self._interval
+        self._counts: dict[int, int] = {}
+        self._num_polls: Counter[int] = Counter()
+        self._next_poll = time.monotonic() + self._interval  # most calls have finished by then
+
+    def check(self) -> bool:
+        """Raise if a rank has sent no heartbeat for too long, else return False; to be called often."""
+        if time.monotonic() < self._next_poll:
+            return False
+        self._next_poll = time.monotonic() + self._interval
+        for rank in self._ranks:
+            count = int(self._store.add(f"{_HEARTBEAT}/{rank}", 0))
+            self._num_polls[rank] = self._num_polls[rank] + 1 if self._counts.get(rank) == count else 0
+            self._counts[rank] = count
+            if self._num_polls[rank] >= self._max_polls:
+                raise UserError(
+                    f"rank {rank} has sent no heartbeat for {self._num_polls[rank] * self._interval:.0f} s: it has "
+                    "ended or is stopped; see what it printed, then rerun the same command to resume"
+                )
+        return False
 
 
 @contextlib.contextmanager

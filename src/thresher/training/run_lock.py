@@ -1,8 +1,9 @@
 """The lock on a run directory: one process at a time trains into it.
 
 The lock is the OS lock on a file, which the kernel releases when its process ends, however it ends. The file describes
-the holder. File systems without locks, or whose locks do not reach other hosts, are covered by a heartbeat: the holder
-refreshes the file's modification time, and another host takes over only if that stops.
+the holder. Locks that do not reach other hosts, or other mounts on the same host, are covered by a heartbeat: the
+holder refreshes the file's modification time, and a start on another host or mount takes over only if that stops. A
+file system without locks is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = ".run.lock"
 HEARTBEAT_SECONDS = 5.0
-# a holder on another host counts as dead after this time without a heartbeat
+# a holder on another host or mount counts as dead after this time without a heartbeat
 STALE_SECONDS = 60.0
 # a process that takes over locks the stale file for a moment before it removes it
 _SECONDS_TO_TAKE_OVER = 0.2
@@ -116,7 +117,7 @@ def wait_until_unlocked(directory: Path, seconds: float) -> None:
         try:
             if durable.lock(descriptor):
                 return
-        except OSError:  # a file system without locks
+        except OSError:  # the file server does not answer
             return
         finally:
             os.close(descriptor)
@@ -131,7 +132,7 @@ def _acquire(path: Path, stale_seconds: float) -> int:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path.parent)) from error
     try:
-        with suppress(OSError):  # a file system without locks: the heartbeat decides
+        with suppress(OSError):  # the file server does not answer: the heartbeat decides
             durable.lock(descriptor)
         os.write(descriptor, json.dumps(asdict(Holder.of_this_process(descriptor))).encode())
         while not _publish(temporary, path):

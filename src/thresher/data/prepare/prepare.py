@@ -378,7 +378,7 @@ def prepare(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     output_dir: str | Path,
-    progress: Callable[[PrepareProgress], None] | None = None,
+    progress: Callable[[PrepareProgress], object] | None = None,
     *,
     overwrite: bool = False,
     executor: Executor | None = None,
