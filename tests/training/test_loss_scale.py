@@ -122,7 +122,7 @@ def test_a_non_finite_loss_is_a_failure_and_keeps_the_scale(models):
     assert outcome.failed
     assert outcome.nonfinite.reason == "loss"
     assert list(outcome.nonfinite.pairs) == [0]
-    assert policy.loss_scale == 65536
+    assert policy.scaler.state() == {"value": 65536.0, "steps": 0}  # not a step of the window either
 
 
 def test_steps_after_overflows_equal_a_run_that_starts_with_the_final_scale(models):
