@@ -111,6 +111,7 @@ def options_in_code() -> frozenset[str]:
         for folder in CODE_FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix in ("", ".py", ".sh", ".yaml", ".yml") and path.stat().st_size < 500_000
+        if path.name != Path(__file__).name
     ]
     own = {f"--{name}" for command in cli().values() for name in command}
     return frozenset(own | {option for text in texts for option in _OPTION.findall(text)})
