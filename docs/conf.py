@@ -66,7 +66,7 @@ html_theme_options = {
     "navbar_align": "left",
     "navbar_end": ["theme-switcher", "navbar-icon-links"],
     "icon_links": [{"name": "Source code", "url": REPOSITORY, "icon": "fa-brands fa-github"}] if REPOSITORY else [],
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "primary_sidebar_end": [],
     "secondary_sidebar_items": ["page-toc"],
     "article_footer_items": [],

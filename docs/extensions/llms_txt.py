@@ -28,9 +28,9 @@ def describe_pages(env: BuildEnvironment) -> dict[str, str]:
         if index not in env.toctree_includes:
             continue
         for item in env.get_doctree(index).findall(nodes.list_item):
-            link = next(iter(item.findall(addnodes.pending_xref)), None)
-            if link is not None and (text := _one_line(item).partition(": ")[2]):
-                described.setdefault(link["reftarget"], text)
+            start = item[0][0] if item.children and item[0].children else None
+            if isinstance(start, addnodes.pending_xref):  # other items may link to a page in their text
+                described[start["reftarget"]] = _one_line(item).partition(": ")[2]
     for page in sorted(env.found_docs - {page for page, text in described.items() if text}):
         _LOGGER.warning("no description; list the page in the index of its section", location=page)
         described[page] = ""

@@ -51,7 +51,10 @@ def browser() -> Iterator[Any]:
 def test_every_page_fits_and_asks_no_other_host(browser: Any, address: str, site: Path, width: int, theme: str) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
     messages: list[str] = []
-    page.on("console", lambda message: messages.append(f"{page.url}: {message.text}"))
+    page.on(
+        "console",
+        lambda message: message.type in ("error", "warning") and messages.append(f"{page.url}: {message.text}"),
+    )
     page.on("pageerror", lambda error: messages.append(f"{page.url}: {error}"))
     page.on("request", lambda request: request.url.startswith(address) or messages.append(request.url))
     wide = {}
