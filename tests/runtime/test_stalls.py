@@ -43,6 +43,12 @@ def test_loading_saving_idling_and_warm_up_take_any_time(pace):
     assert seconds_by_poll([[beat(1, 7, pace), beat(2, 6, pace)]] * 50) == [None] * 50
 
 
+@pytest.mark.parametrize("pace", ["unknown", "warm-up"])
+def test_idle_workers_do_not_hide_one_that_is_stuck_in_a_step(pace):
+    """Such as reference workers that wait for the policy."""
+    assert seconds_by_poll([[beat(1, 7), beat(2, 6, pace)]] * 6)[-1] == 10.0
+
+
 def test_an_operation_may_take_twice_as_long_as_the_longest_in_warm_up():
     slow_start = [[beat(1, 0, "warm-up")]] * 16  # 15 polls without progress: 30 s
     found = seconds_by_poll([*slow_start, *[[beat(1, 1)]] * 40])
