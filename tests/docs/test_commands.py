@@ -253,7 +253,9 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         session = Session(tmp_path / "reader", reader_environment(tmp_path))
         shutil.copytree(ROOT / "examples", session.directory / "examples")
     own = named_files(page)
-    base = own if any(name.endswith((".yaml", ".sh")) for name in own) else named_files(QUICKSTART)
+    # a page without a config continues the quickstart, unless it is about writing one
+    has_config = page.parent.name == "migrate" or any(name.endswith(".yaml") for name in own)
+    base = own if has_config else named_files(QUICKSTART)
     # a page that makes its model gets nothing but the files of the checkout
     needed = [] if "make_tiny_model.py" in commands else configs(page) or configs(QUICKSTART)
     if HUB_MODEL in page.read_text(encoding="utf-8"):
