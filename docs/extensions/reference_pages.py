@@ -221,7 +221,7 @@ def _shorten_signature(
 
 
 def _spell_dashes(_app: Sphinx, doctree: nodes.document) -> None:
-    """Write `name: meaning` in lists of parameters; Sphinx writes two hyphens, which are a dash with smart quotes only."""
+    """Write `name: meaning` in lists of parameters; without smart quotes, Sphinx shows two hyphens."""
     for field in doctree.findall(nodes.field_body):
         for text in list(field.findall(nodes.Text)):
             if text == " -- ":
