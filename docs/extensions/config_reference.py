@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import config_doc
 
 PAGE = "reference/config"
-_WORD = re.compile(r"(`[^`]*`)|(?<![\w.$/`])((?:[a-z]\w*\.)*[a-z]+_\w+)(?![\w/`.(])")
+_WORD = re.compile(r"(`[^`]*`)|(?<![\w.$/`])((?:[a-z]\w*\.)*[a-z]+_\w+)(?![\w/`(]|\.\w)")
 
 
 class ConfigKey(ObjectDescription[str]):

@@ -41,16 +41,16 @@ FORMULAS: dict[str, tuple[str, str]] = {
         "On normalized likelihoods, as in [RSO](https://arxiv.org/abs/2309.06657).",
     ),
     "ipo": (
-        r"\left( \frac{r_w}{n_w} - \frac{r_l}{n_l} - \frac{1}{2 \beta} \right)^2",
+        r"(r_w / n_w - r_l / n_l - 1 / (2 \beta))^2",
         "Equation 17 of the paper, each side divided by its length.",
     ),
     "ipo_sum": (
-        r"\left( z - \frac{1}{2 \beta} \right)^2",
+        r"(z - 1 / (2 \beta))^2",
         "Equation 17 of the paper verbatim. Long responses weigh more than in [`ipo`](#ipo).",
     ),
     "exo_pair": (
-        r"\sigma(\beta z) \left( \log \sigma(\beta z) - \log (1 - \varepsilon) \right)"
-        r" + \sigma(-\beta z) \left( \log \sigma(-\beta z) - \log \varepsilon \right)",
+        r"\sigma(\beta z) (\log \sigma(\beta z) - \log (1 - \varepsilon))"
+        r" + \sigma(-\beta z) (\log \sigma(-\beta z) - \log \varepsilon)",
         "Equation 16 of the paper. ε is `label_smoothing`, above 0: the reverse KL to a one-hot label is infinite.",
     ),
     "nca_pair": (
@@ -62,17 +62,17 @@ FORMULAS: dict[str, tuple[str, str]] = {
         "δ is the mean reward of both sides over all earlier steps, 0 at first. It cannot be set; checkpoints keep it.",
     ),
     "sppo_hard": (
-        r"\left( r_w - \frac{1}{2 \beta} \right)^2 + \left( r_l + \frac{1}{2 \beta} \right)^2",
+        r"(r_w - 1 / (2 \beta))^2 + (r_l + 1 / (2 \beta))^2",
         "Equation 4.7 of the paper with win probabilities 1 and 0.",
     ),
     "aot": (
         r"-(1 - \varepsilon) \log \sigma(x) - \varepsilon \log \sigma(-x), \quad"
-        r" x = \beta \left( \operatorname{sort}(\pi_w - \pi_l) - \operatorname{sort}(\pi_{0,w} - \pi_{0,l}) \right)",
+        r" x = \beta (\operatorname{sort}(\pi_w - \pi_l) - \operatorname{sort}(\pi_{0,w} - \pi_{0,l}))",
         "Paired AOT. It sorts over the whole step, so a value belongs to a quantile and not to a pair.",
     ),
     "aot_unpaired": (
         r"-(1 - \varepsilon) \log \sigma(x) - \varepsilon \log \sigma(-x), \quad"
-        r" x = \beta \left( \operatorname{sort}(r_w) - \operatorname{sort}(r_l) \right)",
+        r" x = \beta (\operatorname{sort}(r_w) - \operatorname{sort}(r_l))",
         "Unpaired AOT. It sorts over the whole step, so a value belongs to a quantile and not to a pair.",
     ),
     "apo_zero": (
@@ -88,24 +88,24 @@ FORMULAS: dict[str, tuple[str, str]] = {
         "Equation 5 of the paper. τ is `discopop_tau`.",
     ),
     "sigmoid_norm": (
-        r"-\log \sigma(\beta (\frac{r_w}{n_w} - \frac{r_l}{n_l}))",
+        r"-\log \sigma(\beta (r_w / n_w - r_l / n_l))",
         "Section 5 of the paper, which has a beta of 5: rewards are per token here, so beta is larger than for "
         "[`sigmoid`](#sigmoid).",
     ),
     "simpo": (
-        r"-\log \sigma(\beta (\frac{\pi_w}{n_w} - \frac{\pi_l}{n_l}) - \gamma)",
+        r"-\log \sigma(\beta (\pi_w / n_w - \pi_l / n_l) - \gamma)",
         "Equation 6 of the paper.",
     ),
     "orpo": (
-        r"-\frac{\pi_w}{n_w} - \beta \log \sigma(o_w - o_l), \quad o = \log \frac{p}{1 - p}, \quad p = e^{\pi / n}",
+        r"-\pi_w / n_w - \beta \log \sigma(o_w - o_l), \quad o = \log \frac{p}{1 - p}, \quad p = e^{\pi / n}",
         "Equations 6 and 7 of the paper, whose λ is `beta` here.",
     ),
     "cpo": (
-        r"-\log \sigma(\beta (\pi_w - \pi_l)) - c \, \frac{\pi_w}{n_w}",
+        r"-\log \sigma(\beta (\pi_w - \pi_l)) - c \, \pi_w / n_w",
         "Equation 3 of the paper. c is `cpo_alpha`; the NLL is a mean per token, as in the authors' code.",
     ),
     "sft": (
-        r"-\frac{\pi_w}{n_w}",
+        r"-\pi_w / n_w",
         "The generation loss of MPO, averaged per response.",
     ),
 }

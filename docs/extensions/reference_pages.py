@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from docutils import nodes
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -219,8 +220,17 @@ def _shorten_signature(
     return ("", "") if is_config or getattr(value, "_is_protocol", False) else None
 
 
+def _spell_dashes(_app: Sphinx, doctree: nodes.document) -> None:
+    """Write `name: meaning` in lists of parameters; without smart quotes, Sphinx shows two hyphens."""
+    for field in doctree.findall(nodes.field_body):
+        for text in list(field.findall(nodes.Text)):
+            if text == " -- ":
+                text.parent.replace(text, nodes.Text(": "))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _fill_in)
+    app.connect("doctree-read", _spell_dashes)
     app.connect("autodoc-process-signature", _shorten_signature)
     # before napoleon, which turns sections such as `Args:` into field lists
     app.connect("autodoc-process-docstring", _write_rst, priority=400)

@@ -163,7 +163,9 @@ class DPOTrainer:
             ignore_keys: metrics to leave out.
             metric_key_prefix: the first part of each metric's name.
         """
-        named = self._eval_sets if eval_dataset is None else eval_dataset if isinstance(eval_dataset, Mapping) else {}
+        named: Mapping[str, Any] = (
+            self._eval_sets if eval_dataset is None else eval_dataset if isinstance(eval_dataset, Mapping) else {}
+        )
         if named:
             found = [self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}") for name, each in named.items()]
             return Metrics({key: value for metrics in found for key, value in metrics.items()})
