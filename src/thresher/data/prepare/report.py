@@ -134,7 +134,7 @@ class PrepareReport:
             reason: tuple((str(file), str(unit), int(number)) for file, unit, number in places)
             for reason, places in values.get("bad_examples", {}).items()
         }
-        lists = {"files": tuple(files), "findings": tuple(findings), "percentiles": percentiles}
+        lists: dict[str, Any] = {"files": tuple(files), "findings": tuple(findings), "percentiles": percentiles}
         return cls(**{**values, **lists, "length_bias": bias, "bad_examples": examples})
 
 
