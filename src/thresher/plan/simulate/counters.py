@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,15 +28,16 @@ from torch.utils.flop_counter import flop_registry
 from thresher.plan.simulate.request import Kind
 
 # for an all-gather count the output, for every other collective the input
-_KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("_allgather_base_", "allgather_", "all_gather_into_tensor"), "all_gather"),
-    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), "reduce_scatter"),
-    **dict.fromkeys(("allreduce_", "all_reduce", "all_reduce_"), "all_reduce"),
-    **dict.fromkeys(("alltoall_base_", "all_to_all_single"), "all_to_all"),
-    "broadcast_": "broadcast",
-    "send": "send",
-    "recv_": "receive",
+_NAMES: dict[Kind, tuple[str, ...]] = {
+    "all_gather": ("_allgather_base_", "allgather_", "all_gather_into_tensor"),
+    "reduce_scatter": ("_reduce_scatter_base_", "reduce_scatter_tensor"),
+    "all_reduce": ("allreduce_", "all_reduce", "all_reduce_"),
+    "all_to_all": ("alltoall_base_", "all_to_all_single"),
+    "broadcast": ("broadcast_",),
+    "send": ("send",),
+    "receive": ("recv_",),
 }
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 _WITHOUT_PAYLOAD = {"wait_tensor", "barrier", "_wrap_tensor_autograd"}
 _aten = torch.ops.aten
 _SCALAR_READS = {_aten._local_scalar_dense.default, _aten.item.default}
@@ -74,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
             return made
 
         # FSDP2 frees gathered weights in this way
-        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[assignment,method-assign]
+        torch.UntypedStorage.resize_ = cast("Any", resize_and_count)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

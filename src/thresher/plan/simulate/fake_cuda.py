@@ -140,8 +140,8 @@ def pretend_one_gpu(memory: int) -> None:
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
     torch.accelerator.current_stream = lambda *_device: stream  # type: ignore[assignment]
-    torch.accelerator.set_stream = _do_nothing  # type: ignore[assignment]
-    torch.Tensor.record_stream = _do_nothing  # type: ignore[assignment,method-assign]
+    torch.accelerator.set_stream = lambda _stream: None  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda _tensor, _stream: None  # type: ignore[assignment,method-assign]
     torch.Tensor.pin_memory = _pretend_pinned  # type: ignore[assignment,method-assign]
     # one kernel on GPUs; without it torch would compute the gradient in seven operations, each with an output
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
