@@ -75,9 +75,9 @@ class LaunchSession:
             self._request(method, *arguments)
             yield
             silence = _SilenceDetector(self.store, range(1, self.launch.size), self._heartbeat_timeout)
-            self._poll(lambda: self._others_have_finished() or self._failure_of_peer() or silence.check())
-            if not self._others_have_finished():
-                raise self._failure_of_peer() or PeerError("a rank failed", 1)
+            found = self._poll(lambda: self._others_have_finished() or self._failure_of_peer() or silence.find())
+            if isinstance(found, Exception):
+                raise found
             self._others_are_busy = False
         except Exception as error:
             cause = self._cause_of(error)
@@ -288,21 +288,21 @@ class _SilenceDetector:
         self._num_polls: Counter[int] = Counter()
         self._next_poll = time.monotonic() + self._interval  # most calls have finished by then
 
-    def check(self) -> bool:
-        """Raise if a rank has sent no heartbeat for too long, else return False; to be called often."""
+    def find(self) -> UserError | None:
+        """Return an error if a rank has sent no heartbeat for too long; to be called often."""
         if time.monotonic() < self._next_poll:
-            return False
+            return None
         self._next_poll = time.monotonic() + self._interval
         for rank in self._ranks:
             count = int(self._store.add(f"{_HEARTBEAT}/{rank}", 0))
             self._num_polls[rank] = self._num_polls[rank] + 1 if self._counts.get(rank) == count else 0
             self._counts[rank] = count
             if self._num_polls[rank] >= self._max_polls:
-                raise UserError(
+                return UserError(
                     f"rank {rank} has sent no heartbeat for {self._num_polls[rank] * self._interval:.0f} s: it has "
                     "ended or is stopped; see what it printed, then rerun the same command to resume"
                 )
-        return False
+        return None
 
 
 @contextlib.contextmanager
