@@ -31,7 +31,11 @@ def show_progress(show_work: Callable[[str], bool]) -> Iterator[Callable[[Prepar
     from rich.progress import Progress as Bar
 
     if show_work("preparing"):  # a run's display, which has no room for another bar
-        yield lambda progress: show_work(_describe(progress))
+
+        def show_as_work(progress: PrepareProgress) -> None:
+            show_work(_describe(progress))
+
+        yield show_as_work
         return
     if not is_live():
         yield _progress_lines()
