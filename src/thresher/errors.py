@@ -4,6 +4,8 @@ The command line prints a `UserError` as one message and exits with code 2. The 
 not `UserError`s are control flow or report an unexpected failure of a worker; any other exception is a bug.
 """
 
+from __future__ import annotations
+
 import difflib
 import errno
 import signal

@@ -5,6 +5,8 @@ in a URL, a signed URL, a token with a well-known prefix. Keys that only look li
 are kept.
 """
 
+from __future__ import annotations
+
 import logging
 import re
 import sys

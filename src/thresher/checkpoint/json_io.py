@@ -4,6 +4,8 @@ Floats round-trip bit for bit (Python prints the shortest digits that do). NaN a
 stored as `{"$float": "nan"}`. Values that JSON would silently change are rejected.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Iterator, Mapping

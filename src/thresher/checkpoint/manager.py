@@ -3,6 +3,8 @@
 All decisions are made from the files on disk, so a restarted run decides like an uninterrupted one.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Saved state of weights, optimizer and random generators: tensors by name, and plain JSON values."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

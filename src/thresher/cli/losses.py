@@ -1,5 +1,7 @@
 """`thresher losses`: lists the losses with their parameters and papers."""
 
+from __future__ import annotations
+
 from rich.console import Console
 from rich.table import Table
 

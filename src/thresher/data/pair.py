@@ -1,5 +1,7 @@
 """Tokenized pairs and micro-batches of them, unpadded; layouts collate them into model inputs."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Settings of data preparation, validated on construction; `config/` reads them from configuration files."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args

@@ -1,5 +1,7 @@
 """Configs of other trainers: `thresher import`, ROLL's configs in `thresher train`, and TRL's names in Python."""
 
+from __future__ import annotations
+
 from thresher import foreign_names
 
 

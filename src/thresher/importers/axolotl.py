@@ -1,5 +1,7 @@
 """axolotl (`rl: dpo`, `ipo`, `simpo`, `orpo`)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

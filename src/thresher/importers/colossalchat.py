@@ -1,5 +1,7 @@
 """ColossalChat (`train_dpo.py`), as a shell script."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Convert another trainer's config file to ours: read, translate, validate, and write it for people to read."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType

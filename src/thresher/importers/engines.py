@@ -1,5 +1,7 @@
 """Engines of other trainers that exist here: DeepSpeed and Megatron-Core, with their settings."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Keys of transformers' TrainingArguments, which TRL, LLaMA-Factory and ms-swift share."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from thresher.config.roles import SCHEDULES

@@ -1,5 +1,7 @@
 """ms-swift: `swift rlhf` and `megatron rlhf`, as shell scripts or `args.json`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

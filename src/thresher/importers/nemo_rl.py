@@ -1,5 +1,7 @@
 """NeMo-RL (`examples/run_dpo.py`)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """open-instruct (`dpo_tune_cache.py`, `dpo.py`)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

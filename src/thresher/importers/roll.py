@@ -4,6 +4,8 @@
 that ROLL and thresher share, and writes ROLL's defaults out; a config that is read keeps thresher's.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Makers of the rules that several trainers share: copies, switches, choices, losses, LoRA, templates and devices."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from pathlib import PurePath

@@ -1,5 +1,7 @@
 """TRL (`trl dpo`), and alignment-handbook, which adds its own datasets to TRL's keys."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """The base class of all losses: defaults, parameter checks and saved state."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace

@@ -4,6 +4,8 @@ Calls on random pairs find out what the function reads: whether it needs a refer
 which modifiers reach it. So it is checked, combined and distributed like the built-in losses.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, make_dataclass, replace

@@ -3,6 +3,8 @@
 r_w and r_l are the log ratios of the chosen and the rejected side, and z = r_w - r_l.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import field, replace
 from typing import Self

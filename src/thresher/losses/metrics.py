@@ -4,6 +4,8 @@ Computed once, detached, in fp64. Modifiers do not change the meaning of a metri
 LD-weighted.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +30,7 @@ class MetricSum:
     def mean(self) -> float:
         return float(self.sum) / float(self.count) if float(self.count) else 0.0
 
-    def merge(self, other: "MetricSum") -> "MetricSum":
+    def merge(self, other: MetricSum) -> MetricSum:
         """Add up two parts of a step."""
         return MetricSum(self.sum + other.sum, self.count + other.count)
 

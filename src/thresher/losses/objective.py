@@ -4,6 +4,8 @@ It rejects combinations in which a setting has no effect. The caller gathers the
 by the number of pairs, and reduces metrics over ranks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -160,7 +162,7 @@ class Objective:
         # Units differ between losses, so report the rewards of the first loss that compares both sides.
         return self._comparing[0].rewards(scores)
 
-    def after_step(self, metrics: Mapping[str, MetricSum]) -> "Objective":
+    def after_step(self, metrics: Mapping[str, MetricSum]) -> Objective:
         """Return this objective with its losses' state updated from a step's metrics, reduced over all ranks."""
         return self._map_stateful(
             lambda loss: loss.after_step(
@@ -174,7 +176,7 @@ class Objective:
         """Return the state that a checkpoint must keep, by loss; empty without a stateful loss."""
         return {loss.name: loss.state() for loss, _ in self.terms if loss.state()}
 
-    def with_state(self, state: Mapping[str, Mapping[str, float]]) -> "Objective":
+    def with_state(self, state: Mapping[str, Mapping[str, float]]) -> Objective:
         """Return this objective with its losses' state restored."""
         if set(state) != set(self.state()):
             raise UserError(
@@ -183,7 +185,7 @@ class Objective:
             )
         return self._map_stateful(lambda loss: loss.with_state(state[loss.name]))
 
-    def _map_stateful(self, change: Callable[[Loss], Loss]) -> "Objective":
+    def _map_stateful(self, change: Callable[[Loss], Loss]) -> Objective:
         return replace(
             self, terms=tuple((change(loss) if loss.state() else loss, weight) for loss, weight in self.terms)
         )

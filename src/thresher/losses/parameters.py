@@ -1,5 +1,7 @@
 """Range checks for the parameters of losses and modifiers, all with the same error message."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import operator

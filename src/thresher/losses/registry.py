@@ -1,5 +1,7 @@
 """The registry of losses: names, parameters, and errors that suggest the right spelling."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar, dataclass_transform

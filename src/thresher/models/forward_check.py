@@ -4,6 +4,8 @@ The original forward takes one sequence at a time with the model's own attention
 layout, the attention and the positions. On a mismatch it names the first layer that differs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

@@ -5,6 +5,8 @@
 after the prompt. `padded` has two rows per pair, right-padded to the longest; tests compare the others with it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias

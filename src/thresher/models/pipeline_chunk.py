@@ -4,6 +4,8 @@ The decoder keeps its full list of layers, because parameter names, windows and 
 Modules of other processes are replaced by `IdentityModule`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

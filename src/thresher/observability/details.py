@@ -3,6 +3,8 @@
 Pass DETAIL as `extra` of a logging call. Handlers of a library user get such records like any other.
 """
 
+from __future__ import annotations
+
 import logging
 
 DETAIL = {"is_detail": True}

@@ -1,5 +1,7 @@
 """Process heartbeat: the current activity and a count of finished operations, by which a worker that hangs is found."""
 
+from __future__ import annotations
+
 import logging
 import os
 import time

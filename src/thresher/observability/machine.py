@@ -1,5 +1,7 @@
 """The machine of this process: versions, hardware and peak memory. No host name, user or path."""
 
+from __future__ import annotations
+
 import os
 import platform
 import resource

@@ -3,6 +3,8 @@
 Both hold the records of the `thresher` loggers as plain text, masked, and are appended to by restarts and resumed runs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import faulthandler

@@ -1,5 +1,7 @@
 """Time: throughput of training, including the cost of the reference, and how long each part of a restart takes."""
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -4,6 +4,8 @@ A mesh is evaluated with its fastest choice of gradient checkpointing, ZeRO stag
 budget. The pairs per step stay the same.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,6 +5,8 @@
 (tests/plan/test_published_steps.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -3,6 +3,8 @@
 Every response token counts as scored: a store's lengths do not say which turns of a conversation are masked.
 """
 
+from __future__ import annotations
+
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -4,6 +4,8 @@ Colors, fonts and the width come from the page, which knows its theme and screen
 the page turns them into the rows that Vega reads.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The charts over steps and evaluations: what is drawn, and what good looks like."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

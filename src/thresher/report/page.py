@@ -3,6 +3,8 @@
 The page loads nothing: its content security policy forbids every request, and allows only its own scripts, by hash.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import importlib

@@ -1,5 +1,7 @@
 """Read what a run left in its log directory. Every file but the metrics is optional, and all of them are untrusted."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ Records are samples, health events, recoveries, skipped steps and data reports. 
 same steps without padding or waiting.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import math

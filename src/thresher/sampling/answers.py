@@ -1,5 +1,7 @@
 """Answers to the fixed prompts, and what they measure without a judge: length, ending, repetition, KL."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,6 +5,8 @@ not depend on the speed of the machine; `generate_batch` starts while it still a
 is set to what the prompts need: by default it would take most of the free memory.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

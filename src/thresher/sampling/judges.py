@@ -10,6 +10,8 @@ sends the requests: a client library would add a dependency for one POST. Redire
 carry the API key to another host.
 """
 
+from __future__ import annotations
+
 import inspect
 import json
 import logging

@@ -7,6 +7,8 @@ and rank 0 loads them into a plain transformers model, the one that `thresher ex
 memory at a time, next to the policy in training. The random generators of training are not touched.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import logging

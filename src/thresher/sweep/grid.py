@@ -1,5 +1,7 @@
 """The grid: every combination of the listed values is a trial, with a readable name, a config, and shared inputs."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json

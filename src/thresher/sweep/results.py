@@ -1,5 +1,7 @@
 """Sweep results: each trial's last metrics, and means with intervals over seeds."""
 
+from __future__ import annotations
+
 import json
 import math
 import statistics

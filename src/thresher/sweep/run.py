@@ -1,5 +1,7 @@
 """A sweep from its grid to its results: checks, the trials on Ray Tune, and `sweep.json`, which a restart reads."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os

@@ -4,6 +4,8 @@ A process inside the actor that Tune starts for the trial, because a run handles
 start its own Ray cluster.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import subprocess

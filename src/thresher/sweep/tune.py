@@ -3,6 +3,8 @@
 Tune's files are temporary, because a sweep that is started again reads its run directories, which contain no pickles.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import tempfile

@@ -5,6 +5,8 @@ size and train on the same steps. Time and memory are O(pairs per step): the per
 materialized.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Any

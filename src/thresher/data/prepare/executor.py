@@ -4,6 +4,8 @@ An executor yields results in task order and keeps a bounded number of them in m
 `runtime/ray/ray_data`; its worker is here, so worker processes import only what tokenization needs.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 from collections import deque

@@ -3,6 +3,8 @@
 Rendering and tokenization are left to `tokenization`. Rows with a label are joined into pairs before they are read.
 """
 
+from __future__ import annotations
+
 import difflib
 import math
 from collections.abc import Callable, Mapping

@@ -4,6 +4,8 @@ Decides how ShareGPT, OpenAI and transcript conventions map to roles, and where 
 and response.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from itertools import groupby

@@ -7,6 +7,8 @@ from a file without line ends or one that decompresses to gigabytes: a line long
 returned as `Unreadable`, so it is counted and reading continues.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import itertools

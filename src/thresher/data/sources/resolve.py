@@ -3,6 +3,8 @@
 Order: names as listed, files of a glob sorted. A digest depends on content only, never on a file's name or time.
 """
 
+from __future__ import annotations
+
 import difflib
 import glob
 import hashlib

@@ -1,5 +1,7 @@
 """Convert pairs to Arrow record batches and compute their content hashes."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

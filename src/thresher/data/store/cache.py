@@ -5,6 +5,8 @@ so entries can be removed at any time. Processes and machines share the cache wi
 one rename and never change. Every file is compared with its digest before a run uses it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os

@@ -4,6 +4,8 @@ One autograd function for the full packed row, since autograd of torch's kernels
 In the backward, each call gets the joined output and log-sum-exp, and so computes its keys' share of the full softmax.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -4,6 +4,8 @@ The blocks are listed on the host, because `create_block_mask` allocates a numbe
 memory are one number per query and one per pair of blocks. The backward has no CPU kernel.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Attention over segments: the choice of a kernel, and the function that models call through transformers."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise

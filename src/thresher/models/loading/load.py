@@ -3,6 +3,8 @@
 Code in model repositories runs only if trusted, pickled weights are rejected, and all dropout is disabled.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 from collections.abc import Iterator, Mapping

@@ -3,6 +3,8 @@
 A Hub name may end in `@revision`: a branch, a tag or a commit.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from functools import cache

@@ -1,5 +1,7 @@
 """What of a model is trained: all weights, all but frozen modules, or LoRA adapters above narrowed matrices."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ In the order of transformers: `transformers_weights` of config.json, model.safet
 Files that transformers would not read by tensor name from safetensors are rejected.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,6 +5,8 @@ layer also sends messages between its matrices, is a part of a pipeline, or keep
 its elementwise functions are compiled one by one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

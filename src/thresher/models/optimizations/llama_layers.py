@@ -9,6 +9,8 @@ activation in addition to gate, up and their product. Here a norm saves its inpu
 following linear layers, and the MLP recomputes its activation.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

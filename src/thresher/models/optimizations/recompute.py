@@ -10,6 +10,8 @@ activations are computed again. So are:
 - the gathered rows of sequence parallelism, as many times larger than a process's own rows as there are processes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal

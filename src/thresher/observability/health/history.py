@@ -4,6 +4,8 @@ A window is counted in pairs, not in records or steps, because the noise of a me
 run then gets the same verdict with any logging_steps.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

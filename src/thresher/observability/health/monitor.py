@@ -4,6 +4,8 @@ Rules see the logged records and nothing else, so a resumed run restores their s
 its events equal the events of a run that was never interrupted.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -5,6 +5,8 @@ healthy run does not reach it; docs/internals/architecture.md explains the limit
 have, such as `kl` without a reference, returns None.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Progress on stderr: a live display on a terminal, otherwise one plain line per log call."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,6 +4,8 @@ Resuming from step k truncates the file to the records up to k, so the complete 
 JSON has no NaN and no infinities, so they are the strings `nan`, `inf` and `-inf`, which `float()` reads.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections import Counter

@@ -1,5 +1,7 @@
 """Trackers of other libraries (TensorBoard, MLflow, Weights & Biases), and all trackers by name."""
 
+from __future__ import annotations
+
 import importlib
 import json
 import logging

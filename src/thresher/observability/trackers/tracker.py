@@ -4,6 +4,8 @@ An error of the local log ends the run. Any other tracker that fails after start
 because an outage of a dashboard must not end a training run.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -5,6 +5,8 @@
 GUARD: library of the device guard; empty for a build of torch with CUDA. REQUEST, RESULT: JSON, see request.py.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from dataclasses import asdict

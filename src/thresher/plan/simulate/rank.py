@@ -3,6 +3,8 @@
 Weights and adapters are allocated and never read. Imported after __main__.py has changed torch.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Simulate ranks of an estimated run, each in its own process."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
