@@ -1,5 +1,6 @@
 """SIGKILL at every disk operation of a save, a replacement, a deletion and a recovery."""
 
+import gc
 import os
 import random
 import resource
@@ -33,6 +34,7 @@ def run_and_die(action: Callable[[], object], deadly_operation: int) -> bool:
     """Run `action` in a forked child that kills itself before its n-th disk operation; return whether it was killed."""
     child = os.fork()
     if child == 0:
+        gc.disable()  # objects of threads that the child does not have, such as those of gRPC, must not be finalized
         count = 0
         fsync = os.fsync
 

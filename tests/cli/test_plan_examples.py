@@ -1,4 +1,6 @@
-"""Every example, and every YAML block of README.md and docs/, has a plan, or an engine that plan does not know.
+"""Every example, and every YAML block of README.md and docs/ that is not another trainer's, has a plan.
+
+Or it has an engine that plan does not know.
 
 A block of a page without a model is a change of the quickstart's config. Models and adapters that a config names
 and that are not in the checkout are replaced by a small Llama of four layers and an adapter of it; data files that are
@@ -20,6 +22,8 @@ from tests.support.compared_runs import merge
 from tests.support.engines.adapters import save_adapter
 from tests.support.paths import ROOT
 from tests.support.small_runs import save_small_tokenizer
+from thresher.importers.convert import DIALECTS
+from thresher.importers.read import recognize
 
 # of Ray and Kubernetes
 NO_CONFIGS = {"examples/kuberay/rayjob.yaml", "examples/ray_cluster/cluster.yaml"}
@@ -38,7 +42,9 @@ def blocks() -> dict[str, dict[str, Any]]:
     found = {}
     for page in PAGES:
         for number, text in enumerate(_BLOCK.findall(page.read_text(encoding="utf-8")), start=1):
-            found[f"{page.relative_to(ROOT)}-{number}"] = yaml.safe_load(text)
+            trainer = recognize(values := yaml.safe_load(text), DIALECTS)
+            if trainer is None or trainer.name == "roll":
+                found[f"{page.relative_to(ROOT)}-{number}"] = values
     return found
 
 

@@ -67,7 +67,7 @@ def test_the_policy_starts_as_the_model_with_pefts_factors(values, init):
 def test_margins_to_the_original_model_start_at_zero(values, mode):
     changes = {"reference": {"mode": mode}, "actor_train": {"training_args": {"global_batch_size": 8}}}
     run = build_run(merge(values, changes), noise_pairs(8))
-    assert run.reference.mode == ("precompute" if mode == "auto" else mode)
+    assert run.mode == ("precompute" if mode == "auto" else mode)
     assert (run.reference.equals_policy, run.reference.forwards) == (True, "other axes")
     metrics = run.trainer.training_step()
     assert metrics["rewards/margins"].mean == pytest.approx(0.0, abs=1e-5)
