@@ -197,6 +197,13 @@ def test_a_digest_depends_on_content_and_not_on_the_name(tmp_path: Path) -> None
     assert same == also != other
 
 
+def test_a_missing_file_is_answered_with_what_is_there_but_not_with_hidden_files(tmp_path: Path) -> None:
+    for name in (".gitignore", "zebra.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"pairs.jsonl' does not exist; '.*' contains zebra.csv$"):
+        resolve_sources([str(tmp_path / "pairs.jsonl")])
+
+
 def test_a_missing_file_suggests_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(UserError, match=r"trian.jsonl' does not exist; did you mean .*train.jsonl\?"):

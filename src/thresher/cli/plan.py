@@ -1,4 +1,4 @@
-"""`thresher plan`: memory, communication, time and cost of a run by formula or simulation, before it starts."""
+"""`thresher plan`: memory, communication, time and GPU-hours of a run by formula or simulation, before it starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict memory, communication, time and cost of a run by formula; exit code 2 if it does not fit."""
+    """Predict memory, communication, time and GPU-hours of a run by formula; exit code 2 if it does not fit."""
     from thresher.builders.hardware import find_gpu
     from thresher.cli.plan_report import peak_of, print_json, print_plan
     from thresher.config import load_config

@@ -203,7 +203,8 @@ def _suggestion(filesystem: Any, path: str) -> str:
     parent = path.rsplit("/", 1)[0] if "/" in path else "."
     if not filesystem.isdir(parent):
         return f"its directory {parent!r} does not exist either"
-    names = sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in filesystem.ls(parent, detail=False))
+    entries = (entry.rstrip("/").rsplit("/", 1)[-1] for entry in filesystem.ls(parent, detail=False))
+    names = sorted(name for name in entries if not name.startswith("."))
     nearest = difflib.get_close_matches(path.rsplit("/", 1)[-1], names, n=1, cutoff=0.4)
     if nearest:
         return f"did you mean {parent}/{nearest[0]}?"

@@ -306,7 +306,7 @@ _LIBRARIES: Mapping[str, Callable[[TrackerSettings], Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
 }
-_NAMES = ("console", "jsonl", *_LIBRARIES)
+_NAMES = ("console", *_LIBRARIES)
 
 
 def make_trackers(
@@ -328,7 +328,7 @@ def make_trackers(
 
 def check_name(name: str) -> None:
     """Reject a tracker that does not exist."""
-    if name not in _NAMES:
+    if name not in (*_NAMES, "jsonl"):  # the local log, which is always on
         meant = nearest(name, _NAMES)
         hint = f"did you mean {meant}? " if meant else ""
         raise UserError(f"unknown tracker {name!r}; {hint}the trackers are {', '.join(_NAMES)}")
