@@ -69,12 +69,12 @@ def test_pairs_per_step_scale_with_data_ranks_not_workers(config):
         (
             {"num_workers": 6, "tp_size": 4},
             "actor_train has 6 workers, which is not a multiple of tp_size 4; use 4 or 8 workers (device_mapping, or "
-            "num_workers on CPUs), or smaller axes",
+            "num_workers on CPUs), or smaller parallel sizes",
         ),
         (
             {"num_workers": 1, "tp_size": 2, "pp_size": 2},
             "actor_train has 1 worker, which is not a multiple of pp_size 2 x tp_size 2 = 4; use 4 workers "
-            "(device_mapping, or num_workers on CPUs), or smaller axes",
+            "(device_mapping, or num_workers on CPUs), or smaller parallel sizes",
         ),
         (
             {"tp_size": 4},

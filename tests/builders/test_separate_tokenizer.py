@@ -1,4 +1,4 @@
-"""`model_args.tokenizer_name_or_path`: pairs, checks and the exported model use a tokenizer from another directory."""
+"""`model_args.tokenizer_name_or_path`: pairs, checks and the exported model use its tokenizer."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_range_is_read_from_shards_of_blocks(tmp_path):
 def test_a_missing_shard_is_an_error(tmp_path):
     write_grid(tmp_path, torch.ones(4, 4), [2], [])
     save_shards(tmp_path, "x", {}, ShardFile(1, 2))
-    with pytest.raises(CheckpointError, match="lacks shards of grid; resume from another checkpoint"):
+    with pytest.raises(CheckpointError, match="lacks shards of grid; resume from a different checkpoint"):
         load_tensors(tmp_path, "x")
 
 
@@ -115,7 +115,7 @@ def test_a_missing_shard_is_an_error(tmp_path):
 )
 def test_an_invalid_header_is_rejected(tmp_path, header):
     save_file({"grid": torch.ones(2, 4)}, tmp_path / "x.safetensors", metadata={"thresher": json.dumps(header)})
-    with pytest.raises(CheckpointError, match=r"x\.safetensors .*resume from another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors .*resume from a different checkpoint"):
         load_tensors(tmp_path, "x")
 
 

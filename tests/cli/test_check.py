@@ -184,10 +184,10 @@ MISTAKES = {
         "the tokenizer of MODELS/long-eos has the EOS token '</s>' with id 70, but the vocabulary of the model "
         "MODELS/long-eos has 64 tokens; use the tokenizer that belongs to the model",
     ),
-    "a reference with another tokenizer": Mistake(
+    "a reference with a different tokenizer": Mistake(
         reference(model_name_or_path="MODELS/other-words"),
-        "the reference MODELS/other-words has another tokenizer than the policy MODELS/policy: id 10 is 'w20' for it "
-        "and 'w10' for the policy; use a reference with the policy's tokenizer",
+        "the reference MODELS/other-words has a different tokenizer than the policy MODELS/policy: id 10 is 'w20' for "
+        "it and 'w10' for the policy; use a reference with the policy's tokenizer",
     ),
     "a reference in a lower precision than the policy": Mistake(
         reference(dtype="bf16"),

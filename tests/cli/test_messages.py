@@ -223,7 +223,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config, tiny_dir, t
         (
             {"actor_train__strategy_args__strategy_config": {"tp_size": 4}},
             "actor_train has 1 worker, which is not a multiple of tp_size 4; use 4 workers (device_mapping, or "
-            "num_workers on CPUs), or smaller axes",
+            "num_workers on CPUs), or smaller parallel sizes",
         ),
         (
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
@@ -251,12 +251,12 @@ def test_an_output_directory_that_an_earlier_run_occupies(thresher, config):
     assert code == 2
     assert message == (
         "out/checkpoints contains checkpoints of a run with other settings (changed since the checkpoint: seed was 42, "
-        "is 7); set another output_dir, or resume_from_checkpoint=auto to resume with the change"
+        "is 7); set a different output_dir, or resume_from_checkpoint=auto to resume with the change"
     )
     assert thresher("train", config(resume_from_checkpoint=False)) == (
         2,
         "out/checkpoints contains checkpoints of an earlier run, up to step-00000001; continue it with "
-        "resume_from_checkpoint=auto, or start again: delete out/checkpoints, or set another output_dir, such as "
+        "resume_from_checkpoint=auto, or start again: delete out/checkpoints, or set a different output_dir, such as "
         "output_dir=out-2",
     )
 

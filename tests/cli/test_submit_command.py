@@ -50,7 +50,7 @@ CONFIG_OF_QUICKSTART = {
 
 
 def test_relative_paths_of_a_job_become_absolute(tmp_path, monkeypatch):
-    """A path that may be a name on the hub is resolved only if it exists; a job runs in another directory."""
+    """A path that may be a name on the hub is resolved only if it exists; a job runs in a different directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     values, resolved = resolve_paths(parse_config(CONFIG_OF_QUICKSTART), has_uploads=False)

@@ -194,7 +194,7 @@ def test_a_failed_writer_leaves_no_files(tmp_path: Path) -> None:
 
 def test_only_a_store_is_overwritten(tmp_path: Path) -> None:
     write_store(tmp_path / "s", [make_pair(1)])
-    with pytest.raises(UserError, match="already exists; choose another directory, or pass --overwrite"):
+    with pytest.raises(UserError, match="already exists; choose a different directory, or pass --overwrite"):
         write_store(tmp_path / "s", [make_pair(2)])
     assert_equal(write_store(tmp_path / "s", [make_pair(2)], overwrite=True)[0], make_pair(2))
     assert [path.name for path in tmp_path.iterdir()] == ["s"]

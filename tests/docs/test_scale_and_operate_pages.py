@@ -42,7 +42,7 @@ MESSAGES = (
     " belongs to another run: its ",
     " contains checkpoints of an earlier run, up to ",
     " is in use by ",
-    " has completed all steps; set another output_dir to train again",
+    " has completed all steps; set a different output_dir to train again",
     "workers are stuck: none has made progress for ",
     ": another rank hangs, or the step needs longer than heartbeat_timeout=",
     " differ from the model's original forward by ",

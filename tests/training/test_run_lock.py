@@ -70,7 +70,7 @@ def test_a_second_process_is_told_who_holds_the_directory_and_takes_over_after_s
             pass
         assert re.fullmatch(
             rf"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} \(user .+, started .+ UTC\): "
-            r".*python.* Wait until it ends, stop it, or set another output_dir",
+            r".*python.* Wait until it ends, stop it, or set a different output_dir",
             str(error.value),
             re.DOTALL,
         )

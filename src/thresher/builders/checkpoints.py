@@ -120,7 +120,7 @@ def _find(config: DPOConfig, find: Callable[[Literal[False] | str], Path | None]
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise CheckpointError(
             f"{found.parent} contains checkpoints of a run with other settings (changed since the checkpoint: "
-            f"{'; '.join(changes[:3])}{more}); set another output_dir, or resume_from_checkpoint=auto to "
+            f"{'; '.join(changes[:3])}{more}); set a different output_dir, or resume_from_checkpoint=auto to "
             "resume with the change"
         )
     return found
@@ -130,7 +130,7 @@ def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
     """List the settings that differ from those of the run that saved the checkpoint."""
     saved = load_json(checkpoint / "config.json")
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint / 'config.json'} is not a config; resume from another checkpoint")
+        raise CheckpointError(f"{checkpoint / 'config.json'} is not a config; resume from a different checkpoint")
     changes = changed_settings(saved, config)
     return [f"{name} was {_shown(old)}, is {_shown(new)}" for name, old, new in changes]
 

@@ -119,7 +119,7 @@ def probe_pairs(store: PairStore) -> PairBatch:
 
 
 def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PairStore:
-    """Open a store that the config names; reject one of another tokenizer."""
+    """Open a store that the config names; reject one of a different tokenizer."""
     store = PairStore.open(path)
     if store.tokenizer_digest != tokenizer_digest(tokenizer):
         raise UserError(

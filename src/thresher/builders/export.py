@@ -81,7 +81,7 @@ def export_checkpoint(
         raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
     model, tokenizer, path = load_checkpoint(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
     if is_used and output.resolve() == Path(path).resolve():
-        raise UserError(f"{output} is the model that the run started from; name another directory")
+        raise UserError(f"{output} is the model that the run started from; name a different directory")
     # written under another name and renamed, so that an existing directory is complete
     staging = output.with_name(f".{output.name}.partial")
     durable.refuse_link(staging)
@@ -156,8 +156,8 @@ def _trained_model(checkpoint: Path) -> tuple[str, ModelArgs]:
         path = at_revision(args.model_name_or_path or config["pretrain"] or None, args.revision)
     except (ValidationError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"the config in {checkpoint} does not describe a model ({error}); export another checkpoint"
+            f"the config in {checkpoint} does not describe a model ({error}); export a different checkpoint"
         ) from error
     if not path:
-        raise CheckpointError(f"the config in {checkpoint} names no model; export another checkpoint")
+        raise CheckpointError(f"the config in {checkpoint} names no model; export a different checkpoint")
     return str(path), args

@@ -105,7 +105,7 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
         if config.health == "off"
         else pairs_before_comparison(plan.pairs_per_step * config.logging_steps),
     )
-    # a checkpoint of another directory has its log there
+    # a checkpoint of a different directory has its log there
     if resume_step is not None and resume_step > 0 and list_checkpoints(build_checkpoint_manager(config).root):
         with translate_os_errors():
             holes = find_holes(run.run_dir / METRICS, resume_step, config.logging_steps)
@@ -146,7 +146,7 @@ def summarize_run(facts: Mapping[str, str], plan: Plan, checkpoint: Path | None)
     """Summarize a run that is about to start, one fact per line."""
     lines = [f"{name:<12}{fact}" for name, fact in facts.items()]
     if checkpoint is not None and read_manifest(checkpoint).step >= plan.num_steps:
-        lines.append(f"{checkpoint} has completed all steps; set another output_dir to train again")
+        lines.append(f"{checkpoint} has completed all steps; set a different output_dir to train again")
     elif checkpoint is not None:
         lines.append(f"resuming from {checkpoint}")
     return lines

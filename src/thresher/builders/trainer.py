@@ -60,5 +60,5 @@ def resume(trainer: RankTrainer, config: DPOConfig, checkpoint: Path) -> list[st
     # verified digests do not prove that a run wrote the files
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            f"{checkpoint} contains a state that no run writes ({error!r}); resume from another checkpoint"
+            f"{checkpoint} contains a state that no run writes ({error!r}); resume from a different checkpoint"
         ) from error

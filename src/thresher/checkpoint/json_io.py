@@ -52,11 +52,11 @@ def translate_read_errors(path: Path, expected: str, *parse_errors: type[Excepti
     try:
         yield
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; resume from another checkpoint") from error
+        raise CheckpointError(f"{path} is missing; resume from a different checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); resume from another one") from error
     except parse_errors as error:
-        raise CheckpointError(f"{path} is not {expected} ({error}); resume from another checkpoint") from error
+        raise CheckpointError(f"{path} is not {expected} ({error}); resume from a different checkpoint") from error
 
 
 def _to_json(value: object) -> Any:

@@ -211,7 +211,7 @@ class CheckpointManager:
         if setting != "auto" and newer:  # two runs in one directory: a later `auto` would take the newest of either
             raise CheckpointError(
                 f"{self.root} contains checkpoints of an earlier run, up to {newer[-1].name}; continue it with "
-                f"resume_from_checkpoint=auto, or start again: delete {self.root}, or set another output_dir, such as "
-                f"output_dir={self.root.parent}-2"
+                f"resume_from_checkpoint=auto, or start again: delete {self.root}, or set a different output_dir, such "
+                f"as output_dir={self.root.parent}-2"
             )
         return found

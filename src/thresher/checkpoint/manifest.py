@@ -22,7 +22,7 @@ FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 # the number of the process that wrote a file
 _WRITER = re.compile(r"-(\d{5,})-of-\d{5,}\.safetensors$")
-_HINT = "resume from another checkpoint, or with `auto` from the newest valid one"
+_HINT = "resume from a different checkpoint, or with `auto` from the newest valid one"
 # the digests to compare: True is all, False none; or the names of files
 Digests: TypeAlias = bool | Collection[str]
 

@@ -217,7 +217,7 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
                 self._open(file)
         for name, tensor in self._tensors.items():
             if sum(prod(block.shape) for block in tensor.blocks.values()) != prod(tensor.shape):
-                raise CheckpointError(f"{directory} lacks shards of {name}; resume from another checkpoint")
+                raise CheckpointError(f"{directory} lacks shards of {name}; resume from a different checkpoint")
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
@@ -287,7 +287,7 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
             tensor = self._tensors.setdefault(name, _GlobalTensor(global_shape, dtype, {}))
             if (tensor.shape, tensor.dtype) != (global_shape, dtype) or not is_inside:
                 problem = f"{self._directory / file} has a shard of {name} that does not match the others"
-                raise CheckpointError(f"{problem}; resume from another checkpoint")
+                raise CheckpointError(f"{problem}; resume from a different checkpoint")
             tensor.blocks.update(found)  # two processes may both store a tensor that they share
 
     def _translate_errors(self, file: str) -> contextlib.AbstractContextManager[None]:

@@ -204,7 +204,7 @@ class TrainingArgs(Section):
     """With gradient_checkpointing: keep the inputs of the layers in host memory from the forward to the backward."""
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the layers with torch.compile: faster steps in bf16, about a minute of compilation before the first.
-    `auto`: on GPUs, where the strategy and its axes support it."""
+    `auto`: on GPUs, where the strategy and its parallel sizes support it."""
 
     @model_validator(mode="after")
     def _validate_schedule(self) -> TrainingArgs:

@@ -79,7 +79,7 @@ def not_a_multiple(num_workers: int, product: int, factors: list[str]) -> str:
     nearest = [count for count in (num_workers // product * product, (num_workers // product + 1) * product) if count]
     return (
         f"has {num_workers} worker{'s' if num_workers > 1 else ''}, which is not a multiple of {divisor}; use "
-        f"{' or '.join(map(str, nearest))} workers (device_mapping, or num_workers on CPUs), or smaller axes"
+        f"{' or '.join(map(str, nearest))} workers (device_mapping, or num_workers on CPUs), or smaller parallel sizes"
     )
 
 

@@ -165,7 +165,7 @@ def write_shard(
     with durable.translate_os_errors(
         f"could not write to the reference cache in {directory}",
         if_full="free some space there (`thresher cache prune`)",
-        also=", or set reference.cache_dir to another directory",
+        also=", or set reference.cache_dir to a different directory",
     ):
         durable.replace(path, content, temporary=temporary)
     return ShardFile(path, created / 1000, len(keys), sha256)

@@ -181,7 +181,7 @@ def _remove_stale(path: Path, stale_seconds: float) -> None:
             return
         if is_locked:
             raise UserError(
-                f"{path.parent} is in use by {holder}. Wait until it ends, stop it, or set another output_dir"
+                f"{path.parent} is in use by {holder}. Wait until it ends, stop it, or set a different output_dir"
             )
         if not proves_death:
             _wait_until_stale(path, holder, stale_seconds)
@@ -209,8 +209,8 @@ def _wait_until_stale(path: Path, holder: Holder, stale_seconds: float) -> None:
             return
         if current != last:
             raise UserError(
-                f"{path.parent} is in use by {holder}. Wait until it ends, stop it, or set another output_dir; if that "
-                f"process does not exist, delete {path}"
+                f"{path.parent} is in use by {holder}. Wait until it ends, stop it, or set a different output_dir; if "
+                f"that process does not exist, delete {path}"
             )
 
 

@@ -102,7 +102,7 @@ class Supervisor:
         return before is not None and before == self._start_up_error
 
     def fall_back(self) -> Path | None:
-        """Choose another checkpoint for the current attempt, whose ranks have found that its own is damaged."""
+        """Choose a different checkpoint for the current attempt, whose ranks have found that its own is damaged."""
         if self._find_initial is None:
             checkpoint = self._select_checkpoint()
             self._start_from(checkpoint)

@@ -267,7 +267,7 @@ class RankTrainer:
             if name not in unknown | ({POLICY_WEIGHTS} & absent) and (saved := identity.get(name)) != current:
                 raise CheckpointError(
                     f"{checkpoint} belongs to another run: its {name} is {saved}, this run's is {current}; resume with "
-                    "the same data, batch size, seed, models and config.json of models, or set another output_dir"
+                    "the same data, batch size, seed, models and config.json of models, or set a different output_dir"
                 )
         self.engine.load(checkpoint)
         self.state = TrainerState.from_json(values["state"])

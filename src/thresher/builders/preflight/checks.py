@@ -118,7 +118,7 @@ def check_reference_tokenizer(inputs: RunInputs) -> Iterator[Finding]:
     for token_id, token in _tokens_by_id(inputs.tokenizer).items():
         if theirs.get(token_id, token) != token:
             yield Finding(
-                f"the reference {path} has another tokenizer than {policy}: id {token_id} is "
+                f"the reference {path} has a different tokenizer than {policy}: id {token_id} is "
                 f"{theirs[token_id]!r} for it and {token!r} for the policy; use a reference with the policy's tokenizer"
             )
             return

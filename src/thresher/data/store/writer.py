@@ -317,7 +317,9 @@ class Staging:
                 continue
             if not durable.lock(lock):
                 os.close(lock)
-                raise UserError(f"another process is writing {self.output}; wait for it, or choose another directory")
+                raise UserError(
+                    f"another process is writing {self.output}; wait for it, or choose a different directory"
+                )
             if durable.is_open_file(self.directory, lock):
                 return lock
             os.close(lock)
@@ -348,6 +350,8 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not overwrite:
-        raise UserError(f"{output} already exists; choose another directory, or pass --overwrite to replace a store")
+        raise UserError(
+            f"{output} already exists; choose a different directory, or pass --overwrite to replace a store"
+        )
     if not (output / "manifest.json").is_file():
-        raise UserError(f"{output} is not a pair store and will not be overwritten; choose another directory")
+        raise UserError(f"{output} is not a pair store and will not be overwritten; choose a different directory")

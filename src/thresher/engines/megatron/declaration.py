@@ -45,7 +45,7 @@ class MegatronSizes:
 
 
 class MegatronSettings(StrategySettings):
-    """`strategy_config` of the megatron strategies. The workers left over by these axes are data-parallel ranks."""
+    """`strategy_config` of the megatron strategies. The workers left over by these sizes are data-parallel ranks."""
 
     spellings: ClassVar[Mapping[str, str]] = {
         "tp_size": "tensor_model_parallel_size",

@@ -13,7 +13,7 @@ _PACKAGE = "thresher.engines.native"
 
 
 class FSDP2Settings(StrategySettings):
-    """`strategy_config` of the fsdp2 strategies. The workers left over by these axes shard the model (FSDP2)."""
+    """`strategy_config` of the fsdp2 strategies. The workers left over by these sizes shard the model (FSDP2)."""
 
     tp_size: PositiveInt = 1
     """Tensor-parallel size: workers that split each weight matrix."""

@@ -140,7 +140,8 @@ def refuse_links(directory: Path) -> None:
     """Raise if a log directory contains a symlink: an existing log may come from elsewhere and redirect writes."""
     if links := sorted(path for path in directory.iterdir() if path.is_symlink()):
         raise UserError(
-            f"{links[0]} is a symlink, and logs are not written through symlinks; remove it or set another logging_dir"
+            f"{links[0]} is a symlink, and logs are not written through symlinks; remove it or set a different "
+            "logging_dir"
         )
 
 
