@@ -214,7 +214,7 @@ def speed(place: Place) -> Facts:
         times.append(time.perf_counter() - started)
         tokens.append(run.trainer.state.useful_tokens_seen - before)
     seconds = statistics.median(times[2:])
-    parameters = run.trainer.engine.parameter_counts.trained
+    parameters = sum(each.numel() for each in run.trainer.engine.model.parameters() if each.requires_grad)
     rate = statistics.median(tokens[2:]) / seconds
     facts: Facts = {"seconds_per_step": seconds, "tokens_per_second": rate, "parameters": parameters}
     if not is_cpu:

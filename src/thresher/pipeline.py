@@ -45,7 +45,7 @@ from thresher.runtime.group import StartedRun
 from thresher.runtime.launch import find_launch, fit_to_launch
 from thresher.runtime.open import lead, open_runtime
 from thresher.sampling.judges import SampleLog, judge_answers
-from thresher.training.loop import RunLogs, evaluate, fit
+from thresher.training.loop import evaluate, fit
 from thresher.training.preemption import stop_on_signals
 from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
@@ -222,7 +222,7 @@ class DPOPipeline:
         log_dir = config.log_dir
 
         with self._start(inputs, supervisor.clock, checkpoint, fall_back) as run:
-            facts = run_facts(run.inputs, run.devices, run.report.parameter_counts)
+            facts = run_facts(run.inputs, run.devices)
             for line in summarize_run(facts, run.inputs.plan, run.checkpoint):
                 logger.info("%s", line, extra=DETAIL if line in self._summary else None)  # shown by an earlier attempt
                 self._summary.add(line)
@@ -238,14 +238,16 @@ class DPOPipeline:
             ):
                 describe_run(run.inputs, facts)
                 pairs_log = StepLog(log_dir / EVAL_PAIRS, resume_step)
-                logs = RunLogs(
+                return fit(
+                    run,
+                    config,
+                    run.inputs.plan,
                     supervisor.track_progress(watched),
                     skipped,
-                    self._progress,
-                    lambda step, pairs: pairs_log.write(pairs.to_json(step)),
-                    SampleLog(log_dir, resume_step, judge, trackers.log_table).write,
+                    show_progress=self._progress,
+                    keep_pairs=lambda step, pairs: pairs_log.write(pairs.to_json(step)),
+                    keep_answers=SampleLog(log_dir, resume_step, judge, trackers.log_table).write,
                 )
-                return fit(run, config, run.inputs.plan, logs)
 
     def _report_unfinished_stop(self) -> None:
         if self._console is not None:

@@ -127,10 +127,9 @@ def test_a_run_holds_out_the_same_pairs_of_its_files_and_of_a_store(base: dict[s
 
 def test_the_number_of_held_out_pairs_is_reported(base: dict[str, Any]) -> None:
     from thresher.builders.run import run_facts
-    from thresher.engines.engine import ParameterCounts
 
     _, inputs = open_small_inputs(base)
-    facts = run_facts(inputs, "cpu", ParameterCounts(1, 1))
+    facts = run_facts(inputs, "cpu")
     count = len(inputs.validation)
     assert facts["data"] == f"{21 - count} pairs, {count} held out for validation"
 

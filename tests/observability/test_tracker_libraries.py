@@ -15,7 +15,6 @@ from thresher.errors import UserError
 from thresher.observability.trackers.libraries import (
     MlflowTracker,
     TensorBoardTracker,
-    TrackerSettings,
     WandbMode,
     WandbTracker,
 )
@@ -54,10 +53,10 @@ class TestTensorBoard:
         return [(event.step, event.value) for event in accumulator.Scalars(name)]
 
     def test_a_resumed_run_shows_each_step_once(self, tmp_path: Path) -> None:
-        first = TensorBoardTracker(TrackerSettings())
+        first = TensorBoardTracker()
         log_steps(first, tmp_path, None, range(1, 6))  # killed: never closed
         assert len(self.read(tmp_path, "loss")) == 5
-        second = TensorBoardTracker(TrackerSettings())
+        second = TensorBoardTracker()
         log_steps(second, tmp_path, 3, range(4, 7))
         second.close("finished")
         assert self.read(tmp_path, "loss") == EXPECTED
@@ -68,7 +67,7 @@ class TestTensorBoard:
     def test_a_table_is_a_text_of_its_step_without_markup(self, tmp_path: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        tracker = TensorBoardTracker(TrackerSettings())
+        tracker = TensorBoardTracker()
         tracker.start(run_in(tmp_path), None)
         tracker.log_table(4, TABLE)
         tracker.close("finished")
@@ -84,7 +83,7 @@ class TestTensorBoard:
 
     def test_a_new_run_renames_the_events_of_an_earlier_run(self, tmp_path: Path) -> None:
         for steps in (range(1, 6), range(1, 3)):
-            tracker = TensorBoardTracker(TrackerSettings())
+            tracker = TensorBoardTracker()
             log_steps(tracker, tmp_path, None, steps)
             tracker.close("finished")
         assert len(self.read(tmp_path, "loss")) == 2
@@ -93,7 +92,7 @@ class TestTensorBoard:
     def test_events_go_to_the_directory_that_the_user_names(self, tmp_path: Path) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        tracker = TensorBoardTracker(TrackerSettings(tensorboard_dir=str(tmp_path / "events")))
+        tracker = TensorBoardTracker(tensorboard_dir=str(tmp_path / "events"))
         log_steps(tracker, tmp_path, None, range(1, 3))
         tracker.close("finished")
         assert not (tmp_path / "tensorboard").exists()
@@ -115,8 +114,8 @@ class TestMlflow:
         return MlflowClient(tracking_uri=f"sqlite:///{directory / 'mlflow.db'}")
 
     def test_a_resumed_run_is_the_same_run_with_each_step_once(self, tmp_path: Path) -> None:
-        log_steps(MlflowTracker(TrackerSettings()), tmp_path, None, range(1, 6))  # killed: never closed
-        second = MlflowTracker(TrackerSettings())
+        log_steps(MlflowTracker(), tmp_path, None, range(1, 6))  # killed: never closed
+        second = MlflowTracker()
         log_steps(second, tmp_path, 3, range(4, 7))
         client = self.client(tmp_path)
         experiment = client.get_experiment_by_name("my-run")
@@ -135,7 +134,7 @@ class TestMlflow:
     def test_a_table_is_an_artifact_of_its_step(self, tmp_path: Path) -> None:
         import json
 
-        tracker = MlflowTracker(TrackerSettings())
+        tracker = MlflowTracker()
         tracker.start(run_in(tmp_path), None)
         for _ in range(2):  # a resumed run logs a step again
             tracker.log_table(4, TABLE)
@@ -147,7 +146,7 @@ class TestMlflow:
         assert stored == {"columns": TABLE.columns, "data": TABLE.rows}
 
     def test_name_notes_and_tags_are_those_of_the_run(self, tmp_path: Path) -> None:
-        tracker = MlflowTracker(TrackerSettings(name="first try", notes="small beta", tags=["dpo", "baseline"]))
+        tracker = MlflowTracker(name="first try", notes="small beta", tags=["dpo", "baseline"])
         tracker.start(run_in(tmp_path), None)
         tracker.close("finished")
         client = self.client(tmp_path)
@@ -158,7 +157,7 @@ class TestMlflow:
 
     def test_a_new_run_in_the_same_directory_is_another_run(self, tmp_path: Path) -> None:
         for status in ("failed", "interrupted"):
-            tracker = MlflowTracker(TrackerSettings())
+            tracker = MlflowTracker()
             tracker.start(run_in(tmp_path), None)
             tracker.log(1, {"loss": math.nan})
             tracker.close(status)
@@ -170,7 +169,7 @@ class TestMlflow:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / "run").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
-        log_steps(MlflowTracker(TrackerSettings()), tmp_path / "run", None, range(1, 2))
+        log_steps(MlflowTracker(), tmp_path / "run", None, range(1, 2))
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -217,10 +216,10 @@ class TestWandb:
         return sorted((directory / "wandb").glob("offline-run-*"))
 
     def test_without_a_key_it_runs_offline_and_a_resume_appends_to_the_same_id(self, tmp_path: Path) -> None:
-        first = WandbTracker(TrackerSettings(wandb_project="p"))
+        first = WandbTracker(wandb_project="p")
         log_steps(first, tmp_path, None, range(1, 6))
         first.close("interrupted")
-        second = WandbTracker(TrackerSettings(wandb_project="p"))
+        second = WandbTracker(wandb_project="p")
         log_steps(second, tmp_path, 3, range(4, 7))
         second.close("finished")
         files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime)
@@ -236,7 +235,7 @@ class TestWandb:
         import json
 
         for resume_step in (None, 3):
-            tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_mode="offline"))
+            tracker = WandbTracker(wandb_project="p", wandb_mode="offline")
             tracker.start(run_in(tmp_path), resume_step)
             tracker.log_table(4, TABLE)
             tracker.log(4, {"samples/win_rate": 0.5})
@@ -252,7 +251,7 @@ class TestWandb:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: WandbMode, level: str
     ) -> None:
         caplog.set_level("INFO", "thresher")
-        tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_mode=mode))
+        tracker = WandbTracker(wandb_project="p", wandb_mode=mode)
         tracker.start(run_in(tmp_path), None)
         tracker.close("finished")
         (directory,) = self.runs(tmp_path)
@@ -267,7 +266,7 @@ class TestWandb:
         from wandb.proto.wandb_internal_pb2 import Record
 
         tracker = WandbTracker(
-            TrackerSettings(wandb_project="p", wandb_mode="offline", name="first try", notes="small beta", tags=["dpo"])
+            wandb_project="p", wandb_mode="offline", name="first try", notes="small beta", tags=["dpo"]
         )
         log_steps(tracker, tmp_path, None, range(1, 2))
         tracker.close("finished")
@@ -276,13 +275,13 @@ class TestWandb:
         assert (run.display_name, run.notes, list(run.tags)) == ("first try", "small beta", ["dpo"])
 
     def test_an_api_key_in_the_config_selects_online(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_api_key="k" * 40))
+        tracker = WandbTracker(wandb_project="p", wandb_api_key="k" * 40)
         monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
         assert tracker._choose_mode() == "online"
 
     def test_a_new_run_in_the_same_directory_gets_another_id(self, tmp_path: Path) -> None:
         for _ in range(2):
-            tracker = WandbTracker(TrackerSettings(wandb_project="p", wandb_mode="offline"))
+            tracker = WandbTracker(wandb_project="p", wandb_mode="offline")
             log_steps(tracker, tmp_path, None, range(1, 2))
             tracker.close("finished")
         assert len({path.name.rpartition("-")[2] for path in self.runs(tmp_path)}) == 2
@@ -291,8 +290,8 @@ class TestWandb:
     def test_a_killed_process_loses_no_complete_step(self, tmp_path: Path) -> None:
         code = (
             "import os, signal, sys, time, pathlib; from thresher.observability.trackers.tracker import RunInfo; "
-            "from thresher.observability.trackers.libraries import TrackerSettings, WandbTracker; "
-            "t = WandbTracker(TrackerSettings(wandb_project='p')); "
+            "from thresher.observability.trackers.libraries import WandbTracker; "
+            "t = WandbTracker(wandb_project='p'); "
             "t.start(RunInfo('my-run', pathlib.Path(sys.argv[1]), {}, 6, 60), None); "
             "[t.log(s, {'loss': 1 / s}) for s in range(1, 6)]; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
         )
@@ -301,7 +300,7 @@ class TestWandb:
         )
         assert done.returncode == -9
         assert done.stdout == ""
-        second = WandbTracker(TrackerSettings(wandb_project="p"))
+        second = WandbTracker(wandb_project="p")
         log_steps(second, tmp_path, 3, range(4, 7))
         second.close("finished")
         files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime)
@@ -310,11 +309,11 @@ class TestWandb:
 
     def test_online_without_a_key_names_the_fix_instead_of_prompting(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"no API key.*wandb login.*offline"):
-            WandbTracker(TrackerSettings(wandb_project="p", wandb_mode="online")).start(run_in(tmp_path), None)
+            WandbTracker(wandb_project="p", wandb_mode="online").start(run_in(tmp_path), None)
 
     def test_the_command_line_is_not_collected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["thresher", "hf_token=c4n4ry"])
-        tracker = WandbTracker(TrackerSettings(wandb_project="p"))
+        tracker = WandbTracker(wandb_project="p")
         log_steps(tracker, tmp_path, None, range(1, 2))
         tracker.close("finished")
         for path in tmp_path.rglob("*"):

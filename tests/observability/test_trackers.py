@@ -124,9 +124,9 @@ def test_a_missing_library_names_the_package_to_install(name: str, module: str) 
     # in a subprocess, because MLflow imported without sqlalchemy never finds its store again
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"
-        "from thresher.observability.trackers.libraries import TrackerSettings, make_trackers\n"
+        "from thresher.observability.trackers.libraries import make_trackers\n"
         "from thresher.errors import UserError\n"
-        f"try: make_trackers([{name!r}], TrackerSettings())\n"
+        f"try: make_trackers([{name!r}])\n"
         "except UserError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

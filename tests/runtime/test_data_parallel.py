@@ -19,7 +19,7 @@ from thresher.errors import UserError
 from thresher.observability.log_files import EVAL_PAIRS
 from thresher.observability.trackers.jsonl import StepLog
 from thresher.pipeline import DPOPipeline
-from thresher.training.loop import RunLogs, fit
+from thresher.training.loop import fit
 
 pytestmark = pytest.mark.distributed
 
@@ -85,8 +85,8 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         trackers = build_tracking(config, None)
         with track(trackers, started.inputs, resume_step=None) as skipped:
             log = StepLog(config.log_dir / EVAL_PAIRS, None)
-            logs = RunLogs(trackers, skipped, keep_pairs=lambda step, pairs: log.write(pairs.to_json(step)))
-            fit(started, config, inputs.plan, logs)
+            keep = lambda step, pairs: log.write(pairs.to_json(step))  # noqa: E731
+            fit(started, config, inputs.plan, trackers, skipped, keep_pairs=keep)
 
     yield run
     for cluster in clusters:

@@ -20,7 +20,7 @@ from tests.support.small_runs import assert_same_run, mode_of, open_small_inputs
 from thresher.config import parse_config
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
-from thresher.training.loop import RunLogs, fit
+from thresher.training.loop import fit
 
 pytestmark = pytest.mark.distributed
 
@@ -173,8 +173,7 @@ def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahea
         def log(self, step: int, metrics: dict) -> None:
             log.append((step, metrics))
 
-    logs = RunLogs(Log(), StepLog(tmp_path / "skipped_steps.jsonl", resume_step=None))
-    fit(started, config, inputs.plan, logs)
+    fit(started, config, inputs.plan, Log(), StepLog(tmp_path / "skipped_steps.jsonl", resume_step=None))
     assert all(metrics["time/wait_reference"] >= 0 for _, metrics in log if "loss" in metrics)
     scored = [span for worker in runtime.scorers.call("trace") for span in worker]
     trained = runtime.ranks.call("trace")

@@ -24,7 +24,7 @@ from thresher.models.loading.load import load_model_config
 from thresher.observability.log_files import SKIPPED_STEPS
 from thresher.observability.trackers.jsonl import StepLog
 from thresher.reference.scorers import Reference
-from thresher.training.loop import RunLogs, fit
+from thresher.training.loop import fit
 from thresher.training.trainer import RankTrainer
 
 LAYOUT = PackedLayout(shares_prompt=True)
@@ -92,7 +92,7 @@ class TinyRun:
         """Train to the end of the plan."""
         resume_step = self.trainer.step or None
         skipped = StepLog(Path(self.config.output_dir) / "logs" / SKIPPED_STEPS, resume_step=resume_step)
-        return fit(self.trainer, self.config, self.trainer.plan, RunLogs(self.log, skipped))
+        return fit(self.trainer, self.config, self.trainer.plan, self.log, skipped)
 
 
 def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: PairsInMemory | None = None) -> TinyRun:

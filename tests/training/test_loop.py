@@ -15,7 +15,7 @@ from tests.support.tiny_run import MetricsInMemory, TinyRun, build_run, noise_pa
 from thresher.checkpoint.manifest import read_manifest
 from thresher.errors import RunStopped
 from thresher.observability.trackers.jsonl import StepLog
-from thresher.training.loop import RunLogs, fit
+from thresher.training.loop import fit
 
 
 def saved_metrics(run: TinyRun) -> dict[str, set[str]]:
@@ -206,7 +206,10 @@ def test_only_a_long_evaluation_reports_its_progress(base, monkeypatch, seconds,
     run = build_run(merge(base, changes), noise_pairs(12), noise_pairs(3, seed=5))
     calls: list[tuple[str, int, int]] = []
     skipped = StepLog(Path(run.config.output_dir) / "logs" / "skipped_steps.jsonl", None)
-    logs = RunLogs(run.log, skipped, lambda what, done, total: calls.append((what, done, total)))
-    fit(run.trainer, run.config, run.trainer.plan, logs)
+
+    def show(what: str, done: int, total: int) -> None:
+        calls.append((what, done, total))
+
+    fit(run.trainer, run.config, run.trainer.plan, run.log, skipped, show_progress=show)
     assert calls == [("evaluating after step 1, batches", *each) for each in shown]
     assert len(run.log.evaluations()) == 1

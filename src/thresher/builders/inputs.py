@@ -18,7 +18,6 @@ from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatc
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import PairStore
-from thresher.engines.engine import ParameterCounts
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention
@@ -149,9 +148,11 @@ class RunInputs:
         # as engines/native stores it
         return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])
 
-    @property
-    def parameters(self) -> ParameterCounts:
-        return ParameterCounts.of(self.policy)
+    @cached_property
+    def num_parameters(self) -> tuple[int, int]:
+        """The policy's parameters, adapters included, and how many of them are trained."""
+        sizes = [(each.numel(), each.requires_grad) for each in self.policy.parameters()]
+        return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str | None]:

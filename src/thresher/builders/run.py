@@ -21,7 +21,6 @@ from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.data.prepare.report import report_of
 from thresher.data.store.reader import PairStore
-from thresher.engines.engine import ParameterCounts
 from thresher.errors import HealthStopped, RescaleRequested, RunStopped, UserError
 from thresher.foreign_names import foreign
 from thresher.models.loading.load import DTYPES
@@ -70,10 +69,9 @@ def build_tracking(
     config: DPOConfig, console: ConsoleTracker | None, callbacks: CallbackTracker | None = None
 ) -> Trackers:
     # only the process that leads a run has trackers
-    from thresher.observability.trackers.libraries import TrackerSettings, make_trackers
+    from thresher.observability.trackers.libraries import make_trackers
 
-    settings = TrackerSettings(**config.tracker_kwargs.model_dump())
-    return make_trackers(config.track_with, settings, console=console, callbacks=callbacks)
+    return make_trackers(config.track_with, config.tracker_kwargs.model_dump(), console=console, callbacks=callbacks)
 
 
 def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackTracker | None:
@@ -123,14 +121,14 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
     trackers.close("finished")
 
 
-def run_facts(inputs: RunInputs, devices: str, parameters: ParameterCounts) -> dict[str, str]:
+def run_facts(inputs: RunInputs, devices: str) -> dict[str, str]:
     """The facts that describe a run to people, by name."""
     config, plan, validation, mode = inputs.config, inputs.plan, inputs.validation, inputs.mode
     epochs = f"{plan.epoch_of(plan.num_steps):.3g}"
     held_out = "held out " if config.validation and config.validation.split else ""
     return {
         "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",
-        "parameters": _describe_parameters(parameters, config.actor_train.model_args),
+        "parameters": _describe_parameters(*inputs.num_parameters, config.actor_train.model_args),
         "data": f"{plan.num_pairs:,} pairs" + (f", {len(validation):,} {held_out}for validation" if validation else ""),
         "loss": inputs.objective.describe(),
         "steps": (
@@ -152,13 +150,13 @@ def summarize_run(facts: Mapping[str, str], plan: Plan, checkpoint: Path | None)
     return lines
 
 
-def _describe_parameters(counts: ParameterCounts, args: ModelArgs) -> str:
-    if counts.trained == counts.total:
-        return f"{counts.total:,}, all trained"
+def _describe_parameters(total: int, trained: int, args: ModelArgs) -> str:
+    if trained == total:
+        return f"{total:,}, all trained"
     lora = "" if args.lora_rank is None else f": LoRA of rank {args.lora_rank}"
     if args.adapter_name_or_path is not None:
         lora = f": LoRA from {args.adapter_name_or_path}"
-    return f"{counts.total:,}, of which {counts.trained:,} ({counts.trained / counts.total:.3%}) are trained{lora}"
+    return f"{total:,}, of which {trained:,} ({trained / total:.3%}) are trained{lora}"
 
 
 def describe_run(inputs: RunInputs, facts: Mapping[str, str]) -> None:

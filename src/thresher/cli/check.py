@@ -19,9 +19,9 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
 
     from thresher.builders.preflight.checks import checkpoint_size  # imports torch
 
-    counts = inputs.parameters
+    total, trained = inputs.num_parameters
     print_lines(
-        f"policy: {inputs.policy_path}, {counts.total:,} parameters, {counts.trained:,} of them trained",
+        f"policy: {inputs.policy_path}, {total:,} parameters, {trained:,} of them trained",
         f"loss: {inputs.objective.describe()}; reference: {inputs.mode}; layout: {inputs.layout.name}",
         f"checkpoints: about {filesize.decimal(checkpoint_size(inputs))} each, in {config.output_dir}",
         "no problems found; not checked: the rows of the data, and the memory that a step needs",

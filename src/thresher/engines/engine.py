@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +40,6 @@ from thresher.engines.policy_files import LOSS_SCALE, OPTIMIZER, write_policy
 from thresher.losses.metrics import MetricSum
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
-
-
-class ParameterCounts(NamedTuple):
-    """Number of parameters in a model, adapters included, and how many of them are trained."""
-
-    total: int
-    trained: int
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ParameterCounts:
-        """Count the parameters of a model that is not sharded."""
-        parameters = list(model.parameters())
-        return cls(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -173,8 +160,6 @@ class TrainEngine(Engine):
     parameters: TrainedParameters
     checkpoint: PolicyCheckpoint
     training: TrainingArgs
-    # of the whole model, however it is sharded
-    parameter_counts: ParameterCounts
     # computes the base model within a `with` block; called only if the policy has an adapter
     adapter_disabled: Callable[[], AbstractContextManager[None]]
     # in fp16

@@ -27,7 +27,7 @@ from thresher.checkpoint.manifest import find_damage, read_manifest
 from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Metrics
-from thresher.engines.engine import ParameterCounts, TrainEngine
+from thresher.engines.engine import TrainEngine
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
@@ -53,7 +53,6 @@ class RankReport:
     layout: Layout
     hidden_size: int
     device: str
-    parameter_counts: ParameterCounts
     num_cached: int  # pairs of the run whose reference logps the cache has; 0 outside of mode precompute
     num_missing: int  # those that it lacks
     notes: tuple[str, ...]  # warnings for the user
@@ -157,7 +156,6 @@ class PolicyRank(Rank):
             inputs.layout,
             policy.hidden_size,
             str(policy.device),
-            policy.parameter_counts,
             num_cached=sum(split.num_found for split in self.reference.cached),
             num_missing=sum(split.num_missing for split in self.reference.cached),
             notes=(*self._notes, *notes),

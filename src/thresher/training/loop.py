@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from thresher.config import DPOConfig
@@ -63,18 +62,17 @@ class MetricLogger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-@dataclass(frozen=True)
-class RunLogs:
-    """Where the records of a run go."""
-
-    metrics: MetricLogger
-    skipped: StepLog
-    show_progress: ShowProgress = lambda what, done, total: None  # called during long evaluations
-    keep_pairs: KeepPairs = lambda step, pairs: None  # called with values of single pairs at each evaluation
-    keep_answers: KeepAnswers = lambda step, answers: {}  # called with sampled answers; returns metrics of them
-
-
-def fit(trainable: Trainable, config: DPOConfig, plan: Plan, logs: RunLogs) -> dict[str, float]:
+def fit(
+    trainable: Trainable,
+    config: DPOConfig,
+    plan: Plan,
+    log: MetricLogger,
+    skipped_steps: StepLog,
+    *,
+    show_progress: ShowProgress = lambda what, done, total: None,  # called during long evaluations
+    keep_pairs: KeepPairs = lambda step, pairs: None,  # called with values of single pairs at each evaluation
+    keep_answers: KeepAnswers = lambda step, answers: {},  # called with sampled answers; returns metrics of them
+) -> dict[str, float]:
     """Train to the end of the plan, and evaluate and save as the config says; return the last evaluation.
 
     A checkpoint is saved after the metrics of all its steps are logged; a resumed run would miss them otherwise.
@@ -85,23 +83,33 @@ def fit(trainable: Trainable, config: DPOConfig, plan: Plan, logs: RunLogs) -> d
     per_epoch = {"epoch": plan.steps_per_epoch, "no": 0}
     eval_steps = per_epoch.get(config.eval_strategy, config.eval_steps)
     save_steps = per_epoch.get(config.save_strategy, config.save_steps)
+
+    def evaluate_and_log() -> dict[str, float]:
+        started = time.perf_counter()
+        metrics = evaluate(trainable, step, show_progress, keep_pairs, keep_answers)
+        if metrics:
+            log.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
+            line = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+            logger.info("evaluation after step %d: %s", step, line, extra=DETAIL)
+        return metrics
+
     step, last = trainable.step, dict(trainable.last_evaluation)
     saved = step  # a run that continues has a checkpoint of its first step, and a new one has nothing to save yet
     if step == 0 and config.eval_on_start:
-        last = _evaluate(trainable, step, logs)
+        last = evaluate_and_log()
     while step < num_steps:
         next_evaluation = _next_due_step(eval_steps, step, num_steps)
         next_checkpoint = _next_due_step(save_steps, step, num_steps)
         step = min(next_evaluation, next_checkpoint)
         for at, record in trainable.run(step):
             if isinstance(record, SkippedStep):
-                _record_skipped(at, record, logs.skipped)
+                _record_skipped(at, record, skipped_steps)
             else:
-                logs.metrics.log(at, record)
+                log.log(at, record)
         stopped_at = trainable.stopped_at
         step = step if stopped_at is None else stopped_at
         if step == next_evaluation:
-            last = _evaluate(trainable, step, logs)
+            last = evaluate_and_log()
         if step != saved and (step == next_checkpoint or stopped_at is not None):
             trainable.save()
             saved = step
@@ -159,14 +167,4 @@ def evaluate(
             metrics |= keep_answers(step, record)
         else:
             metrics |= record
-    return metrics
-
-
-def _evaluate(trainable: Trainable, step: int, logs: RunLogs) -> dict[str, float]:
-    started = time.perf_counter()
-    metrics = evaluate(trainable, step, logs.show_progress, logs.keep_pairs, logs.keep_answers)
-    if metrics:
-        logs.metrics.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
-        line = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
-        logger.info("evaluation after step %d: %s", step, line, extra=DETAIL)
     return metrics

@@ -237,9 +237,9 @@ def check_disk_space(inputs: RunInputs) -> Iterator[Finding]:
 
 def checkpoint_size(inputs: RunInputs) -> int:
     """Estimate the bytes of a checkpoint: trained weights and optimizer state, and a reference that moves."""
-    counts = inputs.parameters
-    num_values = _TENSORS_PER_PARAMETER * counts.trained
-    num_values += counts.total if inputs.config.reference.sync_steps is not None else 0
+    total, trained = inputs.num_parameters
+    num_values = _TENSORS_PER_PARAMETER * trained
+    num_values += total if inputs.config.reference.sync_steps is not None else 0
     return num_values * DTYPES[inputs.config.actor_train.model_args.master_dtype].itemsize
 
 

@@ -8,6 +8,7 @@ DeepSpeed's step begins (see parameters.py).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from thresher.engines.deepspeed.parameters import (
     PartitionedParameters,
     find_partitions,
 )
-from thresher.engines.engine import Engine, ParameterCounts, TrainEngine
+from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.build import build_replica
 from thresher.engines.native.parameters import adamw_options, parameter_groups
 from thresher.engines.native.sequential import RouterLoss, SequentialExecutor
@@ -49,9 +50,7 @@ def build_train(spec: PolicySpec[ZeroSettings]) -> TrainEngine:
     """Load the policy, attach adapters if it has any, and partition it with its optimizer."""
     deepspeed = _import_deepspeed(spec.device)
     stage, training = spec.settings.stage, spec.training
-    module, shapes, counts = _load_model(
-        deepspeed, spec, spec.trained.apply, lambda model: spec.trained.init(model, spec.seed)
-    )
+    module, shapes = _load_model(deepspeed, spec, spec.trained.apply, lambda model: spec.trained.init(model, spec.seed))
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     recompute_activations(base_model(module), training.gradient_checkpointing, offload=training.activation_offload)
     seed_dropout(spec.seed, spec.world.rank)
@@ -62,7 +61,7 @@ def build_train(spec: PolicySpec[ZeroSettings]) -> TrainEngine:
     engine, *_ = deepspeed.initialize(
         model=base_model(module),
         optimizer=optimizer,
-        config=engine_config(spec.settings, num_trained=counts.trained),
+        config=engine_config(spec.settings, num_trained=sum(math.prod(shapes[name]) for name in trained)),
         dist_init_required=False,
     )
     model, dp_group = _pair_model(spec, module, engine), _data_parallel_group(spec)
@@ -82,7 +81,6 @@ def build_train(spec: PolicySpec[ZeroSettings]) -> TrainEngine:
         parameters=parameters,
         checkpoint=PartitionedCheckpoint(parameters, trained, shapes),
         training=training,
-        parameter_counts=counts,
         adapter_disabled=partial(adapter_disabled, module),
         scaler=LossScale.of(training, spec.compute_dtype),
     )
@@ -156,10 +154,10 @@ def _load_model(
     spec: ModelSpec[ZeroSettings],
     prepare: Callable[[PreTrainedModel], nn.Module],  # adds adapters and freezes parameters
     init_adapters: Callable[[PreTrainedModel], None],  # sets the values of new adapters
-) -> tuple[nn.Module, dict[str, tuple[int, ...]], ParameterCounts]:
+) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
     """Load a model; for ZeRO-3, parameters are read and partitioned one module at a time.
 
-    Returns the model on its device, and what partitioning hides: shapes by name and counts of whole parameters.
+    Returns the model on its device, and what partitioning hides: the shapes of its parameters by name.
     """
     source, device, is_partitioned = spec.source, spec.device, spec.settings.stage == 3
     model = source.empty() if is_partitioned else source.load()
@@ -169,7 +167,6 @@ def _load_model(
         model = source.load()
     causal_lm = prepare(model)
     shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
-    counts = ParameterCounts.of(causal_lm)
     if by_module:
         for name, module in model.named_modules():
             if ".lora_" in f".{name}":
@@ -193,7 +190,7 @@ def _load_model(
         for name, shape in shapes.items():
             if len(shape) == 3:
                 deepspeed.utils.set_z3_leaf_module(causal_lm.get_submodule(name.rpartition(".")[0]), True)
-    return causal_lm, shapes, counts
+    return causal_lm, shapes
 
 
 def _import_deepspeed(device: torch.device) -> Any:

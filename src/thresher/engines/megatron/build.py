@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from thresher.engines.engine import Engine, ParameterCounts, TrainEngine
+from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.megatron.declaration import MegatronSettings
 from thresher.engines.megatron.lora import Adapters, check_adapters, list_adapters
 from thresher.engines.megatron.model import MegatronPairModel
@@ -54,7 +54,6 @@ def build_train(spec: PolicySpec[MegatronSettings]) -> TrainEngine:
         parameters=optimizer,
         checkpoint=MegatronCheckpoint(optimizer.states, dp_group.world),
         training=spec.training,
-        parameter_counts=ParameterCounts.of(module),
         adapter_disabled=nullcontext if adapters is None else adapters.disabled,
         scaler=LossScale.of(spec.training, spec.compute_dtype),
     )

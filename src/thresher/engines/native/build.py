@@ -15,7 +15,7 @@ from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.mesh import Mesh, ParallelDims
 from thresher.engines.accumulate import MicroBatchExecutor
-from thresher.engines.engine import Engine, ParameterCounts, TrainEngine
+from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.engines.native.parameters import LocalCheckpoint, LocalParameters
@@ -33,7 +33,7 @@ from thresher.models.optimizations.recompute import recompute_activations
 def build_train(spec: PolicySpec[FSDP2Settings]) -> TrainEngine:
     """Load the policy, attach adapters if it has any, and build its optimizer."""
     lora, training = spec.trained.lora, spec.training
-    model, module, parallel, counts = _load_and_parallelize(
+    model, module, parallel = _load_and_parallelize(
         spec,
         lambda model: spec.trained.apply(model, frozen_dtype=spec.compute_dtype),
         needs_weights=lora is not None and lora.starts_from_weights,
@@ -50,7 +50,6 @@ def build_train(spec: PolicySpec[FSDP2Settings]) -> TrainEngine:
         training,
         parallel,
         model_args=spec.model_args,
-        counts=counts,
         compilation=spec.compilation,
     )
 
@@ -58,7 +57,7 @@ def build_train(spec: PolicySpec[FSDP2Settings]) -> TrainEngine:
 def build_infer(spec: ModelSpec[FSDP2Settings]) -> Engine:
     """Load a frozen model, sharded along the mesh dimensions of the settings."""
     adapter = spec.adapter
-    model, module, parallel, _ = _load_and_parallelize(
+    model, module, parallel = _load_and_parallelize(
         spec, lambda model: model if adapter is None else attach_adapter(model, adapter)
     )
     if adapter is not None:
@@ -80,10 +79,9 @@ def train_engine(
     parallel: ParallelContext = ParallelContext(),  # noqa: B008  # frozen
     *,
     model_args: ModelArgs = ModelArgs(),  # noqa: B008  # frozen
-    counts: ParameterCounts | None = None,
     compilation: Compilation | None = None,
 ) -> TrainEngine:
-    """The engine of a policy that is loaded; counts: of the whole model, if this process has a part of it."""
+    """The engine of a policy that is loaded."""
     model = _pair_model(module, layout, compute_dtype, parallel)
     parameters = LocalParameters(module, model.base_model, parallel, training)
     router_loss = RouterLoss.of(model_args, model, parallel.dp_group)
@@ -98,7 +96,6 @@ def train_engine(
         parameters=parameters,
         checkpoint=LocalCheckpoint(parameters),
         training=training,
-        parameter_counts=counts or ParameterCounts.of(module),
         adapter_disabled=partial(adapter_disabled, module),
         scaler=LossScale.of(training, compute_dtype),
     )
@@ -135,28 +132,26 @@ def _load_and_parallelize(
     prepare: Callable[[PreTrainedModel], nn.Module],  # adds adapters, which have no values yet
     *,
     needs_weights: bool = False,  # prepare reads the values of the model
-) -> tuple[PreTrainedModel, nn.Module, ParallelContext, ParameterCounts]:
-    """Load a full copy of a model, or this process's shards of it; count the parameters of the whole model."""
+) -> tuple[PreTrainedModel, nn.Module, ParallelContext]:
+    """Load a full copy of a model, or this process's shards of it."""
     source, settings, world = spec.source, spec.settings, spec.world
     if not settings.is_replicated(world.size):
         model = source.empty()
         module = prepare(model)
-        counts = ParameterCounts.of(module)
         mesh = Mesh.create(axis_sizes(settings, world.size), spec.device)
         parallel = parallelize(model, source.shards_path, mesh, settings, spec.compute_dtype, spec.device)
-        return model, module, parallel, counts
+        return model, module, parallel
     parallel = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
     # replicas with a process group read the files together, if they can
     can_share = world.size > 1 and world.group is not None and not needs_weights
     shared = source.empty_to_share() if can_share else None
     model = source.load() if shared is None else shared
     module = prepare(model)
-    counts = ParameterCounts.of(module)
     if shared is None:
         module = source.move(module, spec.device)
     else:
         load_local_shards(model, source.named_path, spec.device, replicas=world)
-    return model, module, parallel, counts
+    return model, module, parallel
 
 
 def _pair_model(module: nn.Module, layout: Layout, compute_dtype: torch.dtype, parallel: ParallelContext) -> PairModel:

@@ -10,7 +10,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -26,21 +25,6 @@ logger = logging.getLogger(__name__)
 _MARKUP = re.compile(r"[!-+/:-@\[-`{-~]")
 _OFFLINE = ("offline", "dryrun")  # two names of one mode of wandb
 WandbMode = Literal["auto", "online", "offline", "disabled"]
-
-
-@dataclass(frozen=True)
-class TrackerSettings:
-    """Settings of the trackers other than the local log."""
-
-    wandb_project: str = "thresher"
-    wandb_entity: str | None = None
-    wandb_mode: WandbMode = "auto"
-    wandb_api_key: str | None = None
-    mlflow_tracking_uri: str | None = None
-    tensorboard_dir: str | None = None
-    name: str | None = None
-    notes: str | None = None
-    tags: Sequence[str] = ()
 
 
 def _import_library(module: str, extra: str) -> ModuleType:
@@ -59,9 +43,9 @@ class TensorBoardTracker:
 
     name = "tensorboard"
 
-    def __init__(self, settings: TrackerSettings) -> None:
+    def __init__(self, *, tensorboard_dir: str | None = None) -> None:
         self._library = _import_library("torch.utils.tensorboard", "tensorboard")
-        self._directory = settings.tensorboard_dir
+        self._directory = tensorboard_dir
         self._writer: Any = None
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
@@ -118,22 +102,28 @@ class MlflowTracker:
 
     name = "mlflow"
 
-    def __init__(self, settings: TrackerSettings) -> None:
+    def __init__(
+        self,
+        *,
+        mlflow_tracking_uri: str | None = None,
+        name: str | None = None,
+        notes: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         # MLflow sends usage statistics by default, and reads this once, on import.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._library = _import_library("mlflow", "mlflow")
         self._entities = _import_library("mlflow.entities", "mlflow")
         # Creating the store logs every table, which would break the progress bar.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-        if settings.mlflow_tracking_uri is None:
+        if mlflow_tracking_uri is None:
             # mlflow-skinny needs these for an SQLite store, but does not depend on them.
             _import_library("sqlalchemy", "mlflow")
             _import_library("alembic", "mlflow")
-        self._tracking_uri = settings.mlflow_tracking_uri
-        self._name = settings.name
+        self._tracking_uri = mlflow_tracking_uri
+        self._name = name
         # MLflow shows this tag as the description of the run; its tags are pairs, so ours get an empty value
-        notes = {"mlflow.note.content": settings.notes} if settings.notes else {}
-        self._tags = notes | dict.fromkeys(settings.tags, "")
+        self._tags = ({"mlflow.note.content": notes} if notes else {}) | dict.fromkeys(tags, "")
         self._client: Any = None
         self._run_id = ""
         self._present: set[tuple[str, int]] = set()
@@ -207,9 +197,20 @@ class WandbTracker:
 
     name = "wandb"
 
-    def __init__(self, settings: TrackerSettings) -> None:
+    def __init__(
+        self,
+        *,
+        wandb_project: str = "thresher",
+        wandb_entity: str | None = None,
+        wandb_mode: WandbMode = "auto",
+        wandb_api_key: str | None = None,
+        name: str | None = None,
+        notes: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         self._library = _import_library("wandb", "wandb")
-        self._settings = settings
+        self._mode, self._api_key, self._name = wandb_mode, wandb_api_key, name
+        self._described = {"project": wandb_project, "entity": wandb_entity, "notes": notes, "tags": list(tags)}
         self._run: Any = None
         self._state_path = Path()
         self._run_id = ""
@@ -225,11 +226,8 @@ class WandbTracker:
         self._skip_through = self._last_step = state["complete_through"] if state else -1
         mode = self._choose_mode()
         self._run = self._library.init(
-            project=self._settings.wandb_project,
-            entity=self._settings.wandb_entity,
-            name=self._settings.name or run.exp_name,
-            notes=self._settings.notes,
-            tags=list(self._settings.tags),
+            **self._described,
+            name=self._name or run.exp_name,
             id=self._run_id,
             resume="allow",
             mode=mode,
@@ -249,7 +247,7 @@ class WandbTracker:
         )
         self._write_state(self._skip_through)
         if mode in _OFFLINE:
-            is_chosen = self._settings.wandb_mode == "offline" or os.environ.get("WANDB_MODE") in _OFFLINE
+            is_chosen = self._mode == "offline" or os.environ.get("WANDB_MODE") in _OFFLINE
             logger.log(
                 logging.INFO if is_chosen else logging.WARNING,
                 "wandb: %sthis run is logged offline; upload it later with: wandb sync %s",
@@ -282,11 +280,11 @@ class WandbTracker:
         self._run.log(dict(values), step=step)
 
     def _choose_mode(self) -> str:
-        chosen = self._settings.wandb_mode
+        chosen = self._mode
         mode = os.environ.get("WANDB_MODE", "auto") if chosen == "auto" else chosen
         if mode in (*_OFFLINE, "disabled"):
             return mode
-        if self._library.login(key=self._settings.wandb_api_key, prompt=False, verify=False):
+        if self._library.login(key=self._api_key, prompt=False, verify=False):
             return "online"
         if mode == "online":
             raise UserError(
@@ -301,17 +299,21 @@ class WandbTracker:
         temporary.replace(self._state_path)
 
 
-_LIBRARIES: Mapping[str, Callable[[TrackerSettings], Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
+# by name: the class, and its settings
+_LIBRARIES: Mapping[str, tuple[Callable[..., Tracker], tuple[str, ...]]] = {
+    "tensorboard": (TensorBoardTracker, ("tensorboard_dir",)),
+    "wandb": (
+        WandbTracker,
+        ("wandb_project", "wandb_entity", "wandb_mode", "wandb_api_key", "name", "notes", "tags"),
+    ),
+    "mlflow": (MlflowTracker, ("mlflow_tracking_uri", "name", "notes", "tags")),
 }
 _NAMES = ("console", *_LIBRARIES)
 
 
 def make_trackers(
     names: Sequence[str],
-    settings: TrackerSettings | None = None,
+    settings: Mapping[str, Any] | None = None,
     *,
     console: ConsoleTracker | None = None,
     callbacks: Tracker | None = None,
@@ -319,10 +321,13 @@ def make_trackers(
     """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
     for name in names:
         check_name(name)
-    settings, console = settings or TrackerSettings(), console or ConsoleTracker()
-    optional = [
-        console if name == "console" else _LIBRARIES[name](settings) for name in dict.fromkeys(names) if name != "jsonl"
-    ]
+    settings, optional = settings or {}, list[Tracker]()
+    for name in dict.fromkeys(names):
+        if name == "console":
+            optional.append(console or ConsoleTracker())
+        elif name != "jsonl":
+            library, keys = _LIBRARIES[name]
+            optional.append(library(**{key: settings[key] for key in keys if key in settings}))
     return Trackers([JsonlTracker()], optional, callbacks)
 
 
