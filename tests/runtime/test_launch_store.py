@@ -7,6 +7,7 @@ import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -46,8 +47,9 @@ def on_both(work: Callable[[int], object]) -> list[object]:
 
 def sessions(store: dist.Store, token: bytes = b"token") -> list[LaunchSession]:
     launches = [launch_of(rank) for rank in (0, 1)]
-    messages = on_both(lambda rank: sign_messages(store, launches[rank], token))
-    return [LaunchSession(launch, store, each) for launch, each in zip(launches, messages, strict=True)]
+    clients = [store.clone() for _ in launches]  # one per rank, as in two processes
+    messages = on_both(lambda rank: sign_messages(clients[rank], launches[rank], token))
+    return [LaunchSession(*each) for each in zip(launches, clients, messages, strict=True)]
 
 
 def test_a_message_that_no_rank_has_signed_is_refused_and_the_right_one_replaces_it(caplog):
@@ -105,16 +107,17 @@ def test_a_call_that_is_not_on_the_list_is_refused_even_if_it_is_signed():
 
 def test_a_rank_that_ends_without_a_word_in_a_call_is_found_by_its_missing_heartbeats():
     first, second = sessions(dist.HashStore())
-    first.send_heartbeats(2.0)
+    first._heartbeat_timeout = 2.0
     second.send_heartbeats(2.0)()  # ended at once, as by SIGKILL
-    message = r"rank 1 has sent no heartbeat for [\d.]+ s: it has ended or is stopped; .* rerun the same command"
+    message = r"rank 1 has sent no heartbeat for [\d.]+ s: it has ended, is stopped, .* rerun the same command"
     with pytest.raises(UserError, match=message), first.on_all("save"):
         pass
 
 
-def test_a_rank_that_sends_heartbeats_may_take_any_time_for_a_call():
-    first, second = sessions(dist.HashStore())
-    first.send_heartbeats(2.0)
+def test_a_rank_that_sends_heartbeats_may_take_any_time_for_a_call_even_while_it_waits_in_the_store():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    first, second = sessions(store)
+    first._heartbeat_timeout = 2.0
     end = second.send_heartbeats(2.0)
 
     def save() -> None:
@@ -123,11 +126,27 @@ def test_a_rank_that_sends_heartbeats_may_take_any_time_for_a_call():
 
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save)
-        time.sleep(6.0)
+        with pytest.raises(dist.DistStoreError):
+            second.store.wait(["never set"], timedelta(seconds=6))
         assert not saving.done()
         second.store.add("done/1", 1)
         saving.result(timeout=60)
     end()
+
+
+def test_ranks_that_do_not_send_heartbeats_yet_may_take_any_time_to_receive_a_config():
+    first, second = sessions(dist.HashStore())
+
+    def receive() -> None:
+        with first.on_all("receive"):
+            first._heartbeat_timeout = 0.8
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        time.sleep(3.0)
+        assert not receiving.done()
+        second.store.add("done/1", 1)
+        receiving.result(timeout=60)
 
 
 def test_secrets_and_the_environment_are_not_sent_and_each_rank_adds_its_own(monkeypatch):

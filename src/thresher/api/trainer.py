@@ -290,7 +290,9 @@ class DPOTrainer:
         """Write the model card, README.md, to `model` in output_dir."""
         if not self.is_world_process_zero():
             return
-        config, state, path = self.config, self.state, self.config.policy_path
+        config, state = self.config, self.state
+        path = config.policy_path
+        hub_name = path if path and path.count("/") == 1 and not Path(path).exists() else None
         records = reversed(read_records(config))
         evaluation: dict[str, Any] = next((record for record in records if "eval/loss" in record), {})
         text = model_card(
@@ -302,7 +304,7 @@ class DPOTrainer:
                 "learning rate": config.actor_train.training_args.learning_rate,
                 **{name: f"{value:.4f}" for name, value in evaluation.items() if name.startswith("eval/")},
             },
-            base_model=path if path and path.count("/") == 1 and not Path(path).exists() else None,  # a Hub name
+            base_model=hub_name,
             datasets=dataset_name,
             tags=["dpo", "thresher", *([tags] if isinstance(tags, str) else tags or [])],
             language=language,

@@ -35,8 +35,10 @@ class HostBuffers:
         stream = self._stream = self._stream or torch.cuda.Stream(on_gpu[0].device)
         stream.wait_stream(torch.cuda.current_stream(on_gpu[0].device))
         with torch.cuda.stream(stream):
-            buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-            copied = {name: buffer.copy_(tensors[name], non_blocking=True) for name, buffer in buffers.items()}
+            # one by one: a new buffer is pinned while the copy before it runs
+            copied = {
+                name: self._buffer(name, tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()
+            }
             self._copied = stream.record_event()
         for tensor in on_gpu:
             tensor.record_stream(stream)  # its memory is not reused before it is copied

@@ -122,8 +122,8 @@ def verify(directory: Path, *, digests: Digests = True) -> Manifest:
     sizes = {name: (directory / name).stat().st_size for name in sorted(present & recorded.keys())}
     wrong = [name for name, size in sizes.items() if size != recorded[name].size]
     problems += [f"{name} has {sizes[name]} bytes instead of {recorded[name].size}" for name in wrong]
-    wanted = sizes.keys() if digests is True else sizes.keys() & set(digests or ())
-    found = record_files(directory, sorted(wanted - {*wrong}))
+    compared = sizes if digests is True else () if digests is False else digests
+    found = record_files(directory, [name for name in sizes if name in compared and name not in wrong])
     problems += [f"{name} does not match its digest" for name in found if found[name] != recorded[name]]
     if problems:
         raise failed_verification(directory, problems)
@@ -157,9 +157,10 @@ def find_damage(directory: Path, group: Communicator) -> list[str]:
         try:
             records = record_files(directory, own)
         except OSError as error:  # the driver has seen all files
-            unread = f"{error.filename or directory} ({error.strerror or error})"
-            hint = "all workers must resume from one shared file system"
-            raise CheckpointError(f"a worker on {socket.gethostname()} cannot read {unread}; {hint}") from error
+            raise CheckpointError(
+                f"a worker on {socket.gethostname()} cannot read {error.filename or directory} "
+                f"({error.strerror or error}); all workers must resume from one shared file system"
+            ) from error
         return [f"{name} does not match its digest" for name in own if records[name] != files[name]]
 
     gathered = run_on_all(group, verify, "verify the checkpoint", passed_on=CheckpointError)

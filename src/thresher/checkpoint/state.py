@@ -63,8 +63,10 @@ def check_specs(
     """Reject weights of another model: shapes and dtypes by name must match this run's."""
     names = {*found, *expected}.difference(other_rank_names) | expected.keys()
     if different := sorted(name for name in names if found.get(name) != expected.get(name)):
-        differ = f"{len(different)} weights differ, such as {different[0]}"
-        raise CheckpointError(f"the checkpoint in {directory} was made for another model: {differ}; {hint}")
+        raise CheckpointError(
+            f"the checkpoint in {directory} was made for another model: {len(different)} weights differ, such as "
+            f"{different[0]}; {hint}"
+        )
 
 
 def optimizer_state(

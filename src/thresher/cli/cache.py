@@ -103,9 +103,10 @@ def prune(
     if identity is not None:
         entries = [each for each in entries if each.identity.startswith(identity)]
         if not entries:
-            searched = f"{root} or {stores_root}"
-            absent = f"a fingerprint that starts with {identity}"
-            raise UserError(f"nothing in {searched} has {absent}; see `thresher cache ls`")
+            raise UserError(
+                f"nothing in {root} or {stores_root} has a fingerprint that starts with {identity}; see "
+                "`thresher cache ls`"
+            )
     if older_than is not None:
         entries = [each for each in entries if each.last_used < time.time() - older_than * _SECONDS_PER_DAY]
     for each in entries:
@@ -121,7 +122,7 @@ def prune(
         print_lines(f"nothing to remove in {root}")
     elif yes:
         for path in paths:
-            if path.is_dir():
+            if path.is_dir():  # never the target of a symlink: the link itself is renamed, then removed
                 delete(path)
             else:
                 path.unlink(missing_ok=True)

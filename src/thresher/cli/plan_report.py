@@ -144,7 +144,8 @@ def _duration(hours: float, prefix: str = "") -> str:
 def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
     """Counted and computed figures of one step, side by side."""
     titles = [title for rank in ranks for title in (f"rank {rank.counted.rank}, counted", "by formula")]
-    table, count = make_table("", ["of the simulated step"], titles), "{:,.0f}".format
+    table = make_table("", ["of the simulated step"], titles)
+    count = "{:,.0f}".format
 
     def add(name: str, show: Callable[[float], str], figures: Iterable[tuple[float, float | None]]) -> None:
         table.add_row(name, *("" if value is None else show(value) for pair in figures for value in pair))

@@ -25,7 +25,8 @@ def precompute_reference(
     from thresher.config import load_config
 
     config = load_config(path, overrides or [])
-    log_warnings(check_run(config, trains=False)[1])
+    _, warnings = check_run(config, trains=False)
+    log_warnings(warnings)
     fill_cache(config, all_pairs=all_pairs)
 
 

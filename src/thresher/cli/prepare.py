@@ -33,10 +33,19 @@ def _for_rows(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Rows and tokens")
 
 
-_ROW_SETTINGS = ("template", "truncation", "on_bad_row", "special_tokens_in_text")
-_RUN_SETTINGS = ("sequence_length", "chosen_key", "rejected_key", "prompt_key", "runtime", "ray_address")
 # {role} is actor_train or validation
-CONFIG_KEYS = {name: f"{{role}}.data_args.{name}" for name in _ROW_SETTINGS} | {name: name for name in _RUN_SETTINGS}
+CONFIG_KEYS = {
+    "template": "{role}.data_args.template",
+    "sequence_length": "sequence_length",
+    "truncation": "{role}.data_args.truncation",
+    "on_bad_row": "{role}.data_args.on_bad_row",
+    "special_tokens_in_text": "{role}.data_args.special_tokens_in_text",
+    "chosen_key": "chosen_key",
+    "rejected_key": "rejected_key",
+    "prompt_key": "prompt_key",
+    "runtime": "runtime",
+    "ray_address": "ray_address",
+}
 _TRUST = "actor_train.model_args.trust_remote_code=true"
 # as errors of preparation write the settings
 _IN_ERRORS = {

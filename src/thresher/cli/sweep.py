@@ -103,7 +103,8 @@ def prepare_trials(path: Path, trials: Sequence[Trial], level: int) -> None:
         warnings: dict[str, None] = {}  # each once
         for trial, config in zip(trials, configs, strict=True):
             try:
-                warnings |= dict.fromkeys(check_run(config)[1])
+                _, found = check_run(config)
+                warnings |= dict.fromkeys(found)
             except UserError as error:
                 raise UserError(f"trial {trial.name}: {error}") from None
         log_warnings(warnings)

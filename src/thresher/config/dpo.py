@@ -120,8 +120,8 @@ class DPOConfig(LossConfig):
     """On Ray: maximum consecutive restarts without a new checkpoint."""
     heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
     """On Ray: seconds without a heartbeat of a worker, or without progress of any, after which the run restarts. With
-    torchrun: seconds without progress of a rank in a step after warm-up, after which the run ends. Also the timeout of
-    NCCL's collectives in such steps."""
+    torchrun: seconds without progress of a rank in a step after warm-up, or without a heartbeat of one that rank 0
+    waits for, after which the run ends. Also the timeout of NCCL's collectives in such steps."""
     elastic: bool = False
     """On Ray: when a node is lost, continue with fewer workers and the same global batch; use a node that joins after
     the next checkpoint."""

@@ -103,8 +103,10 @@ class ModelArgs(Section):
     def _validate_lora(self) -> ModelArgs:
         if self.has_adapter and self.freeze_module_prefix:
             name = "lora_rank" if self.adapter_name_or_path is None else "adapter_name_or_path"
-            hint = "which trains adapters only; choose their modules with lora_target"
-            raise ValueError(f"freeze_module_prefix has no effect with {name}, {hint}")
+            raise ValueError(
+                f"freeze_module_prefix has no effect with {name}, which trains adapters only; choose their modules "
+                "with lora_target"
+            )
         if self.adapter_name_or_path is not None and self.starts_from_weights:
             raise ValueError("lora_init has no effect with adapter_name_or_path; remove it")
         if self.starts_from_weights and self.master_dtype != "fp32":

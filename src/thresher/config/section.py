@@ -15,8 +15,13 @@ from thresher.redact import redact
 
 def also(spellings: Mapping[Any, Any]) -> BeforeValidator:
     """Accept other spellings of a value."""
-    # compared, not looked up: a value of a wrong type may not be hashable
-    return BeforeValidator(lambda value: next((ours for other, ours in spellings.items() if value == other), value))
+
+    def spell(value: Any) -> Any:
+        # compared, not looked up: a value of a wrong type may not be hashable. And with its type: 0 is not false
+        found = (ours for other, ours in spellings.items() if type(value) is type(other) and value == other)
+        return next(found, value)
+
+    return BeforeValidator(spell)
 
 
 # a string is one name, never a sequence of characters

@@ -71,7 +71,7 @@ def list_shards(directory: Path) -> list[ShardFile]:
         return []
     # names begin with the time; the digest breaks ties
     found = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
-    return [ShardFile(path, int(name[1]) / 1000, int(name[2]), name[3]) for path, name in found if name]
+    return [ShardFile(path, int(match[1]) / 1000, int(match[2]), match[3]) for path, match in found if match]
 
 
 def verify_shard(shard: ShardFile) -> str | None:

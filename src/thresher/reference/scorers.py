@@ -130,7 +130,8 @@ class PrecomputedReference:
         if not len(batch):
             return empty_logps(self._device)
         pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
-        return ChosenRejectedLogps(*(_concatenate(side, self._device) for side in zip(*pairs, strict=True)))
+        chosen, rejected = zip(*pairs, strict=True)
+        return ChosenRejectedLogps(_concatenate(chosen, self._device), _concatenate(rejected, self._device))
 
     def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
         is_missing = self._is_wanted & self._found.is_missing()

@@ -63,5 +63,7 @@ def check_step_zero(
         return
     loss = objective(pairs).metrics["loss"].mean
     if not abs(loss - expected) <= 1e-2 * max(1.0, abs(expected)):
-        values = f"{loss:.6g} instead of {expected:.6g}, its value where policy and reference agree"
-        raise UserError(f"the loss at step 0 is {values}; this is a bug in the loss, please report it")
+        raise UserError(
+            f"the loss at step 0 is {loss:.6g} instead of {expected:.6g}, its value where policy and reference agree; "
+            "this is a bug in the loss, please report it"
+        )

@@ -46,7 +46,7 @@ _MAX_POLL_INTERVAL = 0.25
 # a rank that lost a connection waits this long for the error of the rank that closed it
 _SECONDS_FOR_CAUSE = 5.0
 _SECONDS_TO_EXIT = 10.0
-# a rank is lost when this share of the polls of one heartbeat_timeout has found no new heartbeat, as on Ray
+# a rank is lost when this share of the polls of one heartbeat_timeout has found no new heartbeat
 _SHARE_MISSED = 0.75
 _RANK_0_ENDED = "rank 0 has ended without saying why; see what it printed, then rerun the same command to resume"
 Values = Mapping[str, Any]
@@ -71,10 +71,11 @@ class LaunchSession:
     @contextlib.contextmanager
     def on_all(self, method: str, *arguments: object) -> Iterator[None]:
         """Request a call of all other ranks while the body runs on rank 0; then wait until they have finished it."""
+        timeout = self._heartbeat_timeout  # of the calls before: during `receive`, the others do not send yet
         try:
             self._request(method, *arguments)
             yield
-            silence = _SilenceDetector(self.store, range(1, self.launch.size), self._heartbeat_timeout)
+            silence = _SilenceDetector(self.store, range(1, self.launch.size), timeout)
             found = self._poll(lambda: self._others_have_finished() or self._failure_of_peer() or silence.find())
             if isinstance(found, Exception):
                 raise found
@@ -192,7 +193,7 @@ class LaunchSession:
             if self._is_first_to_fail():
                 return error
             failure = self._poll(self._failure_of_peer, _SECONDS_FOR_CAUSE)
-            return failure or PeerError("another rank failed", 1)
+            return failure or error
         except dist.DistError:  # the store has ended with the process that hosts it
             return UserError(_RANK_0_ENDED)
 
@@ -212,8 +213,9 @@ class LaunchSession:
         if rank.is_open:
             timeout = rank.config.heartbeat_timeout
             self.end_watch()  # of an earlier run
+            self._heartbeat_timeout = timeout
             end_stalls = watch_stalls(timeout, lambda seconds: self._end_stuck(rank, seconds, timeout))
-            end_heartbeats = self.send_heartbeats(timeout)
+            end_heartbeats = self.send_heartbeats(timeout) if self.launch.rank else lambda: None
 
             def end() -> None:
                 end_stalls()
@@ -222,24 +224,23 @@ class LaunchSession:
             self.end_watch = end
 
     def send_heartbeats(self, timeout: float) -> Callable[[], None]:
-        """Show rank 0 that this process exists, whatever its main thread does; return what ends it."""
-        self._heartbeat_timeout = timeout
+        """Show rank 0 that this process exists while its main thread waits or computes; return what ends it."""
+        # a client of its own: the main thread's one is busy while it waits for a key
+        store = self.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         ended = threading.Event()
 
         def send() -> None:
             with contextlib.suppress(dist.DistError):  # the store has ended
                 while not ended.wait(poll_interval(timeout)):
-                    self.store.add(f"{_HEARTBEAT}/{self.launch.rank}", 1)
+                    store.add(f"{_HEARTBEAT}/{self.launch.rank}", 1)
 
         # not in the thread that finds stalls: the store does not answer while the process that hosts it is stopped
         thread = threading.Thread(target=send, name="heartbeats", daemon=True)
-        if self.launch.rank:
-            thread.start()
+        thread.start()
 
         def end() -> None:
             ended.set()
-            if self.launch.rank:
-                thread.join(_SECONDS_FOR_CAUSE)
+            thread.join(_SECONDS_FOR_CAUSE)
 
         return end
 
@@ -300,7 +301,8 @@ class _SilenceDetector:
             if self._num_polls[rank] >= self._max_polls:
                 return UserError(
                     f"rank {rank} has sent no heartbeat for {self._num_polls[rank] * self._interval:.0f} s: it has "
-                    "ended or is stopped; see what it printed, then rerun the same command to resume"
+                    "ended, is stopped, or is in a call that blocks all its threads; see what it printed, then rerun "
+                    "the same command to resume"
                 )
         return None
 

@@ -134,7 +134,8 @@ def _partitions(path: Path, num_partitions: int) -> Iterator[npt.NDArray[Any]]:
         with ExitStack() as stack:
             streams = [stack.enter_context(partition.open("wb")) for partition in partitions]
             # read, not mapped: mapped pages would count as memory of this process
-            stored, first = stack.enter_context(path.open("rb")), 0
+            stored = stack.enter_context(path.open("rb"))
+            first = 0
             while len(keys := np.fromfile(stored, dtype=_KEY_DTYPE, count=KEYS_PER_PARTITION)):
                 entries = np.empty(len(keys), dtype=_ENTRY_DTYPE)
                 entries["key"] = keys

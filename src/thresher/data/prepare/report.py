@@ -134,8 +134,14 @@ class PrepareReport:
             reason: tuple((str(file), str(unit), int(number)) for file, unit, number in places)
             for reason, places in values.get("bad_examples", {}).items()
         }
-        lists: dict[str, Any] = {"files": tuple(files), "findings": tuple(findings), "percentiles": percentiles}
-        return cls(**{**values, **lists, "length_bias": bias, "bad_examples": examples})
+        parsed: dict[str, Any] = {
+            "files": tuple(files),
+            "findings": tuple(findings),
+            "percentiles": percentiles,
+            "length_bias": bias,
+            "bad_examples": examples,
+        }
+        return cls(**{**values, **parsed})
 
 
 def percentile_names() -> list[str]:

@@ -132,7 +132,7 @@ class Transcript:
         for message, (label, start, end) in zip(self.messages[turn:], self.offsets[turn:], strict=True):
             segments.append(TextSegment(self.text[label:start], scored=False))
             segments.append(TextSegment(self.text[start:end], message["role"] == "assistant"))
-        return tuple(segments[1:])
+        return tuple(segments[1:])  # the label of the first turn belongs to the prompt
 
 
 def is_transcript(value: Any) -> bool:

@@ -204,8 +204,9 @@ def _suggestion(filesystem: Any, path: str) -> str:
     if not filesystem.isdir(parent):
         return f"its directory {parent!r} does not exist either"
     entries = (entry.rstrip("/").rsplit("/", 1)[-1] for entry in filesystem.ls(parent, detail=False))
-    names = sorted(name for name in entries if not name.startswith("."))
-    nearest = difflib.get_close_matches(path.rsplit("/", 1)[-1], names, n=1, cutoff=0.4)
+    wanted = path.rsplit("/", 1)[-1]
+    names = sorted(name for name in entries if wanted.startswith(".") or not name.startswith("."))
+    nearest = difflib.get_close_matches(wanted, names, n=1, cutoff=0.4)
     if nearest:
         return f"did you mean {parent}/{nearest[0]}?"
     return f"{parent!r} contains {', '.join(names[:8]) or 'no files'}"

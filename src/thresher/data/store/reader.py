@@ -273,7 +273,7 @@ class PairStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # memory maps cannot be pickled; the receiving process maps the files again
-        return PairStore, (self.path, self.manifest, self._split)
+        return type(self), (self.path, self.manifest, self._split)
 
 
 def sha256_of_file(path: Path) -> str:
