@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from thresher.importers import huggingface
@@ -29,7 +30,7 @@ def _set_dataset(target: str) -> r.Function:
     def function(value: Any, run: Translation) -> None:
         names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
         directory = str(run.get("dataset_dir", "data"))
-        known = read_json(f"{directory}/dataset_info.json") or {}
+        known = read_json(str(Path(directory, "dataset_info.json"))) or {}
         files = [_file(name, directory, known.get(name)) for name in names]
         r.set_sources(run, target, files)
         if not all(name in known for name in names):
@@ -67,7 +68,7 @@ def _set_pissa(_: Any, run: Translation) -> None:
 
 
 _OWN: r.Table = {
-    "stage": r.by(_set_stage, note="dpo; r.KTO and the other stages have no equivalent"),
+    "stage": r.by(_set_stage, note="dpo; kto and the other stages have no equivalent"),
     "model_name_or_path": r.to("pretrain"),
     "pref_loss": r.choice("pref_loss", {name: name for name in _LOSSES}, lacks="there is no loss {}"),
     "pref_beta": r.to("beta"),

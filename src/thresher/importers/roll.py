@@ -206,8 +206,8 @@ def _set_strategy(role: str) -> r.Function:
         declared = find_declared(name)
         fp16 = value.get("fp16")  # DeepSpeed's section
         is_used = role == "actor_train." and run.get(f"{MODEL}dtype") in ("fp16", "float16")
-        for setting in ("initial_scale_power", "loss_scale_window") if is_used and isinstance(fp16, dict) else ():
-            if setting in fp16:
+        if is_used and isinstance(fp16, dict):
+            for setting in fp16.keys() & {"initial_scale_power", "loss_scale_window"}:
                 run.set(f"{TRAINING}{setting}", fp16[setting])
         if declared is not None and name not in _NATIVE:
             # validation of the config checks the values of settings that the engine has

@@ -7,7 +7,7 @@ micro-batch size. Tokens outside the loss mask are not included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -123,12 +123,17 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
     """Concatenate one side of several micro-batches."""
+    return ResponseLogps(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.lengths for part in parts]),
+        _concat_statistic([part.log_sum_squared_probs for part in parts]),
+        _concat_statistic([part.entropy for part in parts]),
+    )
 
-    def joined(name: str) -> Any:
-        tensors = [getattr(part, name) for part in parts]
-        return None if any(each is None for each in tensors) else torch.cat(tensors)
 
-    return ResponseLogps(*(joined(each.name) for each in fields(ResponseLogps)))
+def _concat_statistic(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if len(present) == len(parts) else None
 
 
 def concat_pairs(parts: Sequence[ObjectiveInputs]) -> ObjectiveInputs:

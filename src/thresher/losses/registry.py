@@ -63,8 +63,11 @@ def register(
         raise ValueError(f"two losses are named {name}")
 
     def add(cls: LossClass) -> LossClass:
-        cls.name, cls.paper, cls.supports, cls.reward = name, paper, frozenset(supports), reward
-        cls.needs_reference, cls.couples_pairs, cls.compares_sides = needs_reference, couples_pairs, compares_sides
+        cls.name, cls.paper = name, paper
+        cls.supports, cls.reward = frozenset(supports), reward
+        cls.needs_reference = needs_reference
+        cls.couples_pairs = couples_pairs
+        cls.compares_sides = compares_sides
         _LOSSES[name] = dataclass(frozen=True)(cls)
         return cls
 

@@ -210,7 +210,8 @@ def _margins(runs: Sequence[RunFiles]) -> Chart:
     samples = [
         ({"run": run.name, "evaluation": f"step {record['step']:,}"}, _difference(record, "rewards"))
         for run in runs
-        for record in ([*run.eval_pairs[:1], *run.eval_pairs[1:][-1:]] if is_single else run.eval_pairs[-1:])
+        for at, record in enumerate(run.eval_pairs)
+        if at == len(run.eval_pairs) - 1 or (is_single and at == 0)
     ]
     if is_single and len(samples) > 1 and np.abs(samples[0][1]).max(initial=0.0) < _EQUAL * samples[1][1].std():
         note = f" At {samples[0][0]['evaluation']} the policy was the reference, and all margins were 0."

@@ -75,7 +75,8 @@ class ScheduleExecutor:
 
         self._run_schedule(inputs, statistics, loss, forward_only=False)
         is_last = self.chunks[0].groups.is_last_stage
-        return count_step_tokens(inputs, batches) if is_last else TokenCounts(), {}
+        tokens = count_step_tokens(inputs, batches) if is_last else TokenCounts()
+        return tokens, {}
 
     @torch.no_grad()
     def check_logps(self, batch: PairBatch) -> None:

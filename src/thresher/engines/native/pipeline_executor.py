@@ -98,7 +98,8 @@ class PipelineExecutor:
         run = self._collate(batches, statistics, loss_fn)
         with self.model.trained_weights_cast_once():
             self._run_schedule(run)
-        return count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts(), {}
+        tokens = count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts()
+        return tokens, {}
 
     @torch.no_grad()
     def check_logps(self, batch: PairBatch) -> None:

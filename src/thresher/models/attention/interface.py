@@ -200,7 +200,7 @@ def _attend_densely(
         scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(context, device=query.device)
     distance = positions[context - length :, None] - positions
-    is_hidden = (distance < 0) | (distance >= (window or context))
+    is_hidden = (distance < 0) | (distance >= (context if window is None else window))
     scores = scores.view(1, kv_heads, groups, length, context).masked_fill(is_hidden, -torch.inf)
     # fp32 or wider: bf16 loses too much precision in a sum over many keys
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)

@@ -40,8 +40,10 @@ class HealthEvent:
 def rules_that_stopped(run_dir: Path, step: int) -> list[str]:
     """Return the rules that stopped a run up to a step and after which it was not continued."""
     path = run_dir / log_files.HEALTH
+    if not path.exists():
+        return []
     rules: list[str] = []
-    for line in read_records(path) if path.exists() else ():
+    for line in read_records(path):
         if line["step"] > step:
             break
         if "continued" in line:
