@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ def flip_a_bit(path: Path) -> None:
 def hashed(monkeypatch) -> dict[str, int]:
     """Bytes that this process has hashed, by file."""
     found: dict[str, int] = {}
-    record = manifest._record
+    record_files = manifest.record_files
 
-    def counting(path: Path) -> manifest.FileRecord:
-        result = record(path)
-        found[f"{path.parent.name}/{path.name}"] = result.size
-        return result
+    def counting(directory: Path, names: Sequence[str]) -> dict[str, manifest.FileRecord]:
+        records = record_files(directory, names)
+        found.update({f"{directory.name}/{name}": record.size for name, record in records.items()})
+        return records
 
-    monkeypatch.setattr(manifest, "_record", counting)
+    monkeypatch.setattr(manifest, "record_files", counting)
     return found
 
 
@@ -88,7 +89,8 @@ def test_a_run_without_an_intact_checkpoint_starts_again(base, finished, copy):
 def test_a_damaged_checkpoint_that_is_named_is_an_error(base, copy):
     path = copy / "checkpoints" / LAST
     flip_a_bit(path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors does not match its digest; resume from another"):
+    message = r"weights\.safetensors does not match its digest; resume from a different checkpoint"
+    with pytest.raises(CheckpointError, match=message):
         run({**base, "resume_from_checkpoint": str(path)}, copy)
 
 
