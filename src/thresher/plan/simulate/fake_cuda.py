@@ -41,9 +41,15 @@ def compile_guard(directory: Path) -> Path:
         )
     directory.mkdir(parents=True, exist_ok=True)
     partial = library.with_suffix(f".{os.getpid()}")
-    options = ["-std=c++20", "-O1", "-shared", "-fPIC"]
-    places = [f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}"]
-    command = [compiler, *options, *places, str(_SOURCE), "-lc10", "-ltorch_cpu", "-o", str(partial)]
+    options = [
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{torch_directory / 'include'}",
+        f"-L{torch_directory / 'lib'}",
+    ]
+    command = [compiler, *options, str(_SOURCE), "-lc10", "-ltorch_cpu", "-o", str(partial)]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     if compiled.returncode:
         raise UserError(
@@ -67,10 +73,6 @@ def _torch_directory() -> Path:
     return Path(str(found and found.origin)).parent
 
 
-def _do_nothing(*_arguments: Any) -> None:
-    pass
-
-
 class _Event:
     """An event that has always happened."""
 
@@ -82,6 +84,9 @@ class _Event:
 
     def query(self) -> bool:
         return True
+
+    def _do_nothing(self, *_arguments: Any) -> None:
+        pass
 
     wait = synchronize = _do_nothing
 
@@ -106,6 +111,9 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
+    def _do_nothing(self, *_arguments: Any) -> None:
+        pass
+
     wait_stream = wait_event = synchronize = __exit__ = _do_nothing
 
 
@@ -118,24 +126,34 @@ def pretend_one_gpu(memory: int) -> None:
     properties = SimpleNamespace(
         name="simulated GPU", major=9, minor=0, total_memory=memory, multi_processor_count=132, warp_size=32
     )
-    actions = ("init", "_lazy_init", "set_device", "synchronize", "set_stream")
-    seeds = ("manual_seed", "manual_seed_all", "set_rng_state")
-    questions = ("is_available", "is_initialized", "is_bf16_supported")
-    numbers = ("current_device", "_get_device_index", "_exchange_device", "_maybe_exchange_device")
-    functions: dict[str, Any] = {
-        **dict.fromkeys((*actions, *seeds), _do_nothing),
-        **dict.fromkeys(questions, lambda *_arguments, **_options: True),
-        **dict.fromkeys(numbers, lambda *_arguments, **_options: 0),
-        **dict.fromkeys(("current_stream", "default_stream"), lambda *_device: stream),
+    # one function each: torch rejects a function with two names at import
+    functions = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
         "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _device: None,
+        "_get_device_index": lambda *_arguments, **_options: 0,
+        "_exchange_device": lambda _device: 0,
+        "_maybe_exchange_device": lambda _device: 0,
+        "synchronize": lambda *_device: None,
+        "current_stream": lambda *_device: stream,
+        "default_stream": lambda *_device: stream,
+        "set_stream": lambda _stream: None,
         "stream": lambda _stream=None: contextlib.nullcontext(),
         "Stream": _Stream,
         "Event": _Event,
         "get_device_properties": lambda *_device: properties,
         "get_device_capability": lambda *_device: (properties.major, properties.minor),
         "get_device_name": lambda *_device: properties.name,
+        "is_bf16_supported": lambda *_arguments, **_options: True,
         "mem_get_info": lambda *_device: (memory, memory),
+        "manual_seed": lambda _seed: None,
+        "manual_seed_all": lambda _seed: None,
         "get_rng_state": lambda *_device: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_arguments: None,
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
