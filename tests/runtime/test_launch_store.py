@@ -24,6 +24,7 @@ SECRETS = {
     "tracker_kwargs": {"wandb_api_key": "0123456789secret", "project": "mine"},
     "system_envs": {"PLAIN": "secret of the environment"},
     "actor_train": {"system_envs": {"OTHER": "secret of the role"}},
+    "reference": {"system_envs": {"THIRD": "secret of the reference"}},
     "output_dir": "here",
 }
 
