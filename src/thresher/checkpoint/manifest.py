@@ -58,15 +58,15 @@ def list_files(directory: Path) -> list[str]:
 
 def record_files(directory: Path, names: Sequence[str]) -> dict[str, FileRecord]:
     """Record the size and digest of files."""
-
-    def record(name: str) -> FileRecord:
-        with (directory / name).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileRecord(size=file.tell(), sha256=digest)
-
     # hashlib releases the GIL, so a few threads keep a fast disk busy
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return dict(zip(names, pool.map(record, names), strict=True))
+        return dict(zip(names, pool.map(_record, (directory / name for name in names)), strict=True))
+
+
+def _record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(size=file.tell(), sha256=digest)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
