@@ -70,7 +70,7 @@ def test_policy_reference_tokenizer_and_checks_of_a_run_use_the_revision(revisio
         assert frozen_weights_digest(config, "precompute") == weights_digest(str(revisions[name]))
         parts = RunInputs(config)
         assert parts.model_configs[parts.policy_path].rms_norm_eps == (1e-5 if name == "v1" else 1e-6)
-        assert parts.parameters.total == sum(tensor.numel() for tensor in expected.values())
+        assert parts.num_parameters[0] == sum(tensor.numel() for tensor in expected.values())
 
 
 def test_the_reference_has_the_policys_revision_of_the_same_model_only():

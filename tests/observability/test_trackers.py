@@ -97,7 +97,7 @@ def test_no_tracker_sees_a_secret(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_rejected_with_a_suggestion_and_all_names() -> None:
-    with pytest.raises(UserError, match=r"'tensorbord'; did you mean tensorboard\? .*console, jsonl, .*mlflow"):
+    with pytest.raises(UserError, match=r"'tensorbord'; did you mean tensorboard\? .*console, tensorboard, .*mlflow"):
         make_trackers(["jsonl", "tensorbord"])
     with pytest.raises(UserError, match="unknown tracker 'x'; the trackers are"):
         make_trackers(["x"])

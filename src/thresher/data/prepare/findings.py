@@ -131,20 +131,25 @@ def _partitions(path: Path, num_partitions: int) -> Iterator[npt.NDArray[Any]]:
     """Partition a file of keys by key into temporary files next to it; yield the (key, pair) entries of each."""
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         partitions = [Path(directory) / str(number) for number in range(num_partitions)]
-        with ExitStack() as stack:
-            streams = [stack.enter_context(partition.open("wb")) for partition in partitions]
-            # read, not mapped: mapped pages would count as memory of this process
-            stored = stack.enter_context(path.open("rb"))
-            first = 0
-            while len(keys := np.fromfile(stored, dtype=_KEY_DTYPE, count=KEYS_PER_PARTITION)):
-                entries = np.empty(len(keys), dtype=_ENTRY_DTYPE)
-                entries["key"] = keys
-                entries["pair"] = np.arange(first, first + len(keys), dtype=_KEY_DTYPE)
-                first += len(keys)
-                number = keys % np.uint64(num_partitions)
-                order = np.argsort(number, kind="stable")  # stable: a partition stays in pair order
-                ends = np.cumsum(np.bincount(number.astype(np.int64), minlength=num_partitions))
-                for stream, selected in zip(streams, np.split(entries[order], ends[:-1]), strict=True):
-                    stream.write(selected.tobytes())
+        _write_partitions(path, partitions)
         for partition in partitions:
             yield np.fromfile(partition, dtype=_ENTRY_DTYPE)
+
+
+def _write_partitions(path: Path, partitions: Sequence[Path]) -> None:
+    # a function: its arrays are freed before the partitions are read
+    first = 0
+    with ExitStack() as stack:
+        streams = [stack.enter_context(partition.open("wb")) for partition in partitions]
+        # read, not mapped: mapped pages would count as memory of this process
+        stored = stack.enter_context(path.open("rb"))
+        while len(keys := np.fromfile(stored, dtype=_KEY_DTYPE, count=KEYS_PER_PARTITION)):
+            entries = np.empty(len(keys), dtype=_ENTRY_DTYPE)
+            entries["key"] = keys
+            entries["pair"] = np.arange(first, first + len(keys), dtype=_KEY_DTYPE)
+            first += len(keys)
+            number = keys % np.uint64(len(streams))
+            order = np.argsort(number, kind="stable")  # stable: a partition stays in pair order
+            ends = np.cumsum(np.bincount(number.astype(np.int64), minlength=len(streams)))
+            for stream, selected in zip(streams, np.split(entries[order], ends[:-1]), strict=True):
+                stream.write(selected.tobytes())
