@@ -1,7 +1,7 @@
 """SVG figures that follow light and dark, for the diagrams of the docs and the charts of the benchmarks.
 
 An SVG that a page shows as an image follows the reader's system, by the media query in its own style. The site writes
-it into the page instead, where docs/_static/style.css sets the same colours by the theme that the reader chose there.
+it into the page instead, where docs/_static/figures.css sets the same colours by the theme that the reader chose there.
 """
 
 from __future__ import annotations

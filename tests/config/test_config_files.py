@@ -341,3 +341,10 @@ def test_gradient_checkpointing_takes_booleans_and_is_off_in_yaml_too(write, giv
     assert load_config(path, [f"{key}={given}"]).actor_train.training_args.gradient_checkpointing == recompute
     path = write(f"actor_train: {{training_args: {{gradient_checkpointing: {given}}}}}\n")
     assert load_config(path).actor_train.training_args.gradient_checkpointing == recompute
+
+
+@pytest.mark.parametrize(("key", "meant"), [("health", "off"), ("save_strategy", "no"), ("eval_strategy", "no")])
+def test_false_is_the_off_or_no_that_yaml_reads_as_false_and_zero_is_not(key, meant):
+    assert getattr(parse_config({key: False}), key) == meant
+    with pytest.raises(UserError, match=key):
+        parse_config({key: 0})
