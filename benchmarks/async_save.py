@@ -27,7 +27,7 @@ from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.distributed.run_on_all import Communicator
 from thresher.engines.native.build import train_engine
 from thresher.losses import Objective, make_loss
@@ -62,10 +62,10 @@ class Timing:
     save: list[float] = field(default_factory=list)
 
 
-def made_up_pairs(count: int) -> list[Pair]:
+def made_up_pairs(count: int) -> list[Example]:
     draw = np.random.default_rng(0)
     return [
-        Pair(*(draw.integers(3, MODEL.vocab, TOKENS_OF_A_SIDE).astype(np.int32) for _ in range(3)))
+        Example.pair(*(draw.integers(3, MODEL.vocab, TOKENS_OF_A_SIDE).astype(np.int32) for _ in range(3)))
         for _ in range(count)
     ]
 

@@ -22,13 +22,13 @@ from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import Blocks, CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.data.store.writer import StoreWriter
 from thresher.engines.native.build import infer_engine, train_engine
 from thresher.losses import Objective, make_loss
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs
+from thresher.losses.pairs import ExampleLogps, ObjectiveInputs
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.logps import PairModel
 from thresher.models.optimizations.compile import Compilation
@@ -90,14 +90,14 @@ COLUMNS = {
 }
 
 
-def write_store(pairs: Sequence[Pair], directory: Path) -> PairStore:
+def write_store(pairs: Sequence[Example], directory: Path) -> ExampleStore:
     with StoreWriter(directory, shard_rows=65_536) as writer:
         writer.append(pairs_to_record_batch(pairs, [hash_pair(pair) for pair in pairs]))
         writer.finish({"identity": "benchmark"})
-    return PairStore.open(directory)
+    return ExampleStore.open(directory)
 
 
-def score_reference(column: Column, store: PairStore, plan: Plan) -> PrecomputedReference:
+def score_reference(column: Column, store: ExampleStore, plan: Plan) -> PrecomputedReference:
     """Score every pair with the reference; all contestants that precompute use these logps."""
     scorer = infer_engine(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     cache = ReferenceCache(Path(tempfile.mkdtemp()), ReferenceFingerprint("", "", "", ""), "random weights")
@@ -115,7 +115,7 @@ def score_reference(column: Column, store: PairStore, plan: Plan) -> Precomputed
 
 def thresher_trainer(
     column: Column,
-    store: PairStore,
+    store: ExampleStore,
     plan: Plan,
     layout: Layout,
     reference: PrecomputedReference,
@@ -152,14 +152,14 @@ def thresher_trainer(
     )
 
 
-def reference_seconds(column: Column, pairs: Sequence[Pair], plan: Plan) -> float:
+def reference_seconds(column: Column, pairs: Sequence[Example], plan: Plan) -> float:
     """Return the seconds to score one step with the reference, at the batch size of a step: median of five."""
     scorer = infer_engine(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     seconds = []
     for number in range(min(6, plan.num_steps)):
         ids = plan.pair_ids(number)
         started = time.perf_counter()
-        scorer.score(PairBatch(ids, tuple(pairs[i] for i in ids)))
+        scorer.score(ExampleBatch(ids, tuple(pairs[i] for i in ids)))
         seconds.append(time.perf_counter() - started)
     return float(np.median(seconds[1:]))
 
@@ -173,7 +173,7 @@ def thresher_step(trainer: RankTrainer) -> Step:
 
 
 def bare_step(
-    column: Column, pairs: Sequence[Pair], plan: Plan, reference: PrecomputedReference, layout: Layout
+    column: Column, pairs: Sequence[Example], plan: Plan, reference: PrecomputedReference, layout: Layout
 ) -> Step:
     """Make a step with the layout functions alone: collate, score, loss, backward, clip, AdamW."""
     model = column.model()
@@ -183,7 +183,7 @@ def bare_step(
 
     def step(number: int) -> float:
         ids = plan.pair_ids(number)
-        batch = PairBatch(ids, tuple(pairs[i] for i in ids))
+        batch = ExampleBatch(ids, tuple(pairs[i] for i in ids))
         output = objective(ObjectiveInputs(pair_model.score(layout.collate(batch)), reference.logps(batch)))
         loss = output.per_pair.mean()
         loss.backward()
@@ -198,7 +198,7 @@ def bare_step(
 def trl_step(
     column: Column,
     tokenizer: PreTrainedTokenizerFast,
-    pairs: Sequence[Pair],
+    pairs: Sequence[Example],
     plan: Plan,
     *,
     checkpointing: bool,
@@ -250,7 +250,7 @@ def trl_step(
         ids = plan.pair_ids(number)
         examples = [_as_example(pairs[i]) for i in ids]
         if reference is not None:
-            sides = reference.logps(PairBatch(ids, tuple(pairs[i] for i in ids)))
+            sides = reference.logps(ExampleBatch(ids, tuple(pairs[i] for i in ids)))
             _add_reference(examples, sides)
         inputs = trainer.data_collator(examples)
         loss = trainer.training_step(model, inputs)
@@ -262,15 +262,15 @@ def trl_step(
     return step
 
 
-def _as_example(pair: Pair) -> dict[str, Any]:
+def _as_example(pair: Example) -> dict[str, Any]:
     return {
         "prompt_ids": pair.prompt_ids.tolist(),
-        "chosen_ids": pair.chosen_ids.tolist(),
-        "rejected_ids": pair.rejected_ids.tolist(),
+        "chosen_ids": pair.chosen.ids.tolist(),
+        "rejected_ids": pair.rejected.ids.tolist(),
     }
 
 
-def _add_reference(examples: list[dict[str, Any]], sides: ChosenRejectedLogps) -> None:
+def _add_reference(examples: list[dict[str, Any]], sides: ExampleLogps) -> None:
     for example, chosen, rejected in zip(examples, sides.chosen.sums(), sides.rejected.sums(), strict=True):
         example["ref_chosen_logps"] = float(chosen)
         example["ref_rejected_logps"] = float(rejected)

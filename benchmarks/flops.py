@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from contestants import Column
 
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 
 
-def useful_flops(column: Column, pairs: Sequence[Pair]) -> float:
+def useful_flops(column: Column, pairs: Sequence[Example]) -> float:
     """Count the FLOPs of forward and backward with each prompt computed once and only scored tokens in the head.
 
     Two FLOPs per multiply-add, three products per weight (one forward, two backward). Everything beyond this (padding,
@@ -42,7 +42,7 @@ class Rows:
     ratio: float
 
     @classmethod
-    def of(cls, column: Column, pairs: Sequence[Pair]) -> Rows:
+    def of(cls, column: Column, pairs: Sequence[Example]) -> Rows:
         prompt, chosen, rejected = _lengths(pairs)
         padded = 2 * len(pairs) * (prompt + np.maximum(chosen, rejected)).max()
         scored = (chosen + rejected).sum()
@@ -52,12 +52,12 @@ class Rows:
         return cls(int(padded), int((prompt + chosen + rejected - 2).sum()), int(scored), float(ratio))
 
 
-def _lengths(pairs: Sequence[Pair]) -> list[np.ndarray]:
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return [np.array([len(getattr(pair, name)) for pair in pairs], dtype=np.float64) for name in names]
+def _lengths(pairs: Sequence[Example]) -> list[np.ndarray]:
+    sequences = [(pair.prompt_ids, pair.chosen.ids, pair.rejected.ids) for pair in pairs]
+    return [np.array([len(ids) for ids in each], dtype=np.float64) for each in zip(*sequences, strict=True)]
 
 
-def _shared_linear(column: Column, pairs: Sequence[Pair]) -> float:
+def _shared_linear(column: Column, pairs: Sequence[Example]) -> float:
     """Count the multiply-adds with layer weights in one forward: each prompt once, last layer on scored rows only."""
     prompt, chosen, rejected = _lengths(pairs)
     layer, only_keys = column.weights_per_layer, 2 * column.hidden**2

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from thresher.data.batching.plan import Plan
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 Texts = list[tuple[str, str, str]]
@@ -61,7 +61,7 @@ def _all_texts(texts: Texts) -> Iterator[str]:
         yield from row
 
 
-def in_plan_order(pairs: list[Pair], plan: Plan) -> list[Pair]:
+def in_plan_order(pairs: list[Example], plan: Plan) -> list[Example]:
     """Reorder the pairs so that the steps of the plan visit them in the order of the data."""
     numbered = list(pairs)
     visited = np.concatenate([plan.pair_ids(step) for step in range(plan.num_steps)])
@@ -70,12 +70,12 @@ def in_plan_order(pairs: list[Pair], plan: Plan) -> list[Pair]:
     return numbered
 
 
-def token_pairs(texts: Texts, tokenizer: Tokenizer, *, max_length: int) -> list[Pair]:
+def token_pairs(texts: Texts, tokenizer: Tokenizer, *, max_length: int) -> list[Example]:
     """Tokenize each pair, with <bos> before the prompt and <eos> after the responses; drop pairs that are too long."""
     pairs = []
     for row in texts:
         prompt, chosen, rejected = (tokenizer.encode(text).ids for text in row)
         if 1 + len(prompt) + max(len(chosen), len(rejected)) + 1 <= max_length and chosen != rejected:
             ids = ([1, *prompt], [*chosen, 2], [*rejected, 2])
-            pairs.append(Pair(*(np.array(side, dtype=np.int32) for side in ids)))
+            pairs.append(Example.pair(*(np.array(side, dtype=np.int32) for side in ids)))
     return pairs

@@ -1,6 +1,8 @@
 """Measure the plan at full size: start-up, memory and time per step of 100 million pairs on 1,024 ranks of 128 pairs.
 
-python benchmarks/plan.py [--pairs 100000000] [--ranks 1024]
+python benchmarks/plan.py [--pairs 100000000] [--ranks 1024] [--responses 7]
+
+With --responses above 2, the examples are lists of 2 up to that many responses.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from thresher.data.store.reader import LENGTH_DTYPE
 PAIRS_PER_RANK = 128
 
 
-def write_lengths(path: Path, num_pairs: int) -> None:
+def write_lengths(path: Path, num_pairs: int, num_responses: int) -> None:
     """Write lengths like those of real pairs: log-normal, prompts about twice as long as responses."""
-    lengths = np.lib.format.open_memmap(path, mode="w+", dtype=LENGTH_DTYPE, shape=(num_pairs, 3))
+    lengths = np.lib.format.open_memmap(path, mode="w+", dtype=LENGTH_DTYPE, shape=(num_pairs, 1 + num_responses))
     draw = np.random.default_rng(0)
     for start in range(0, num_pairs, 1_000_000):
         rows = min(1_000_000, num_pairs - start)
-        sides = [draw.lognormal(mean, 0.8, rows).clip(1, 2000) for mean in (4.7, 3.9, 3.9)]
+        sides = [draw.lognormal(mean, 0.8, rows).clip(1, 2000) for mean in (4.7, *[3.9] * num_responses)]
+        if num_responses > 2:
+            counts = draw.integers(2, num_responses + 1, rows)
+            sides[1:] = [side * (number < counts) for number, side in enumerate(sides[1:])]
         lengths[start : start + rows] = np.stack(sides, axis=1)
     lengths.flush()
 
@@ -35,11 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100_000_000)
     parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--responses", type=int, default=2)
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "lengths.npy"
-        write_lengths(path, args.pairs)
+        write_lengths(path, args.pairs, args.responses)
         before = kilobytes("RssAnon") / 1024
         started = time.perf_counter()
         plan = Plan(args.pairs, seed=0, pairs_per_step=args.ranks * PAIRS_PER_RANK, num_steps=args.steps + 1)

@@ -239,7 +239,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
             resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
             cluster = Cluster("actor_train", LightWorker, resources)
             cluster.call("drain", "run", 0)  # wait for all workers
-            report_driver(size, time_ranges(StartedRun(Runtime(None, cluster), None, None, None, print), repeats))
+            report_driver(size, time_ranges(StartedRun(Runtime(None, cluster), None, None, print), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
             resources.close()
@@ -303,7 +303,7 @@ def inputs_of(num_pairs: int, directory: Path) -> Any:
     from thresher.builders.inputs import RunInputs
     from thresher.config import DPOConfig
     from thresher.data.batching.plan import Plan
-    from thresher.data.store.reader import LENGTH_DTYPE, PairStore
+    from thresher.data.store.reader import LENGTH_DTYPE, ExampleStore
     from thresher.losses import Objective, make_loss
     from thresher.models.layouts import PackedLayout
 
@@ -314,7 +314,7 @@ def inputs_of(num_pairs: int, directory: Path) -> Any:
         for start in range(0, num_pairs, PAIRS_PER_SHARD)
         if (num_in_shard := min(PAIRS_PER_SHARD, num_pairs - start))
     ]
-    store = PairStore(directory, {"shards": shards, "indexes": [], "content_digest": "0" * 64, "identity": "0" * 64})
+    store = ExampleStore(directory, {"shards": shards, "indexes": [], "content_digest": "0" * 64, "identity": "0" * 64})
     plan = Plan(num_pairs, seed=0, pairs_per_step=1024, num_steps=1000)
     objective = Objective(terms=((make_loss("sigmoid", {}), 1.0),))
     parts = {"objective": objective, "mode": "none", "frozen_weights": None, "plan": plan, "train": store}

@@ -1,4 +1,4 @@
-"""Measure how far policy and reference, the same model, are apart in the first step: the table of precision.md.
+"""Measure how far policy and reference, the same model, differ in step 1: docs/internals/step-0-noise.md.
 
 python -m benchmarks.step_zero                         # on CPUs, 4 workers at most
 python -m benchmarks.step_zero --models DIR            # also with a model on disk, such as stories260K

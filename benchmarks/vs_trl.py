@@ -43,7 +43,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from thresher.data.batching.plan import Plan
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 
 BASE = "TRL default (checkpointing)"
 STRONGEST = "TRL, no checkpointing, reference precomputed, GPU head forced"
@@ -104,7 +104,7 @@ class Field:
         trainer = thresher_trainer(self.column, self.store, self.plan, layout, self.reference, **settings)
         return thresher_step(trainer)
 
-    def pairs_of(self, batch: int) -> list[Pair]:
+    def pairs_of(self, batch: int) -> list[Example]:
         return [self.pairs[i] for i in self.plan.pair_ids(batch)]
 
 
@@ -126,7 +126,7 @@ def useful_share(field: Field, seconds: dict[str, np.ndarray], num_batches: int)
     peak = matmul_peak(field.column.dtype)
     shares = {name: float(np.median(flops / own) / peak) for name, own in seconds.items()}
     middle = field.pairs_of(1 + int(np.argsort(flops)[num_batches // 2]))
-    scored = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in middle)
+    scored = sum(len(pair.chosen.ids) + len(pair.rejected.ids) for pair in middle)
     rows = scored + sum(len(pair.prompt_ids) for pair in middle)
     ceiling = float(np.median(flops)) / products_only_seconds(field.column, rows, scored) / peak
     print(f"\nfastest product {peak / 1e9:.0f} GFLOP/s; useful {np.median(flops) / 1e9:.0f} GFLOP per step")

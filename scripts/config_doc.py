@@ -10,12 +10,13 @@ the same chapters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thresher.config import DPOConfig, LossConfig
+from thresher.config import DPOConfig
 from thresher.config.section import Section, inner_section
 from thresher.config.strategies import find_strategy
 from thresher.importers import huggingface, roll
@@ -27,14 +28,19 @@ IMPORT_PAGES = PAGE.parent / "import-keys"
 BEGIN = "<!-- begin: written by scripts/make-config-doc -->"
 END = "<!-- end: written by scripts/make-config-doc -->"
 
-# the order of the page; classes with the same title are one chapter
+# what a chapter is made of: a class, its sections by prefix, and the names of its keys
+_Found = tuple[type[Section], dict[str, Section], list[str]]
+
+# the order of the page; classes with the same title are one chapter, and so are the keys that a class inherits from
+# another one of these
 TITLES = {
     "DPOConfig": "Run",
     "LossConfig": "Objective",
     "ModelArgs": "Policy model",
     "TrainingArgs": "Training",
     "DataArgs": "Data",
-    "PolicyConfig": "Policy workers",
+    "RoleConfig": "Workers",
+    "PolicyConfig": "Policy",
     "ReferenceConfig": "Reference",
     "ReferenceModelArgs": "Reference model",
     "ValidationConfig": "Validation",
@@ -47,6 +53,8 @@ TITLES = {
     "MegatronSettings": "Megatron-Core",
 }
 ENGINES = ("fsdp2", "deepspeed", "megatron")
+_ANY = "any value"
+_OURS, _THEIRS = "the same in thresher", "[transformers'](transformers.md)"
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
 
 
@@ -101,25 +109,33 @@ def find_places() -> dict[type[Section], dict[str, Section]]:
 
 def chapters() -> list[Chapter]:
     """Return all keys by chapter, in the order of the page."""
-    by_title: dict[str, tuple[type[Section], dict[str, Section], list[str]]] = {}
+    by_title: dict[str, _Found] = {}
     for cls, where in find_places().items():
         keys = [name for name in cls.model_fields if inner_section(cls, name) is None]
-        if cls is DPOConfig:
-            objective = set(LossConfig.model_fields)
-            by_title[TITLES["LossConfig"]] = (cls, where, [key for key in keys if key in objective])
-            keys = [key for key in keys if key not in objective]
-        title = TITLES[cls.__name__]
-        if title not in by_title:
-            by_title[title] = (cls, dict(where), keys)
-        else:  # an engine with a class per role: the same keys, or a reader would miss some
-            first, both, first_keys = by_title[title]
-            described, others = first.model_json_schema()["properties"], cls.model_json_schema()["properties"]
-            if first_keys != keys or any(_facts(described[key]) != _facts(others[key]) for key in keys):
-                raise ValueError(f"{first.__name__} and {cls.__name__} differ; give them different titles")
-            both.update(where)
+        bases = [each for each in cls.__mro__[1:] if issubclass(each, Section) and each.__name__ in TITLES]
+        inherited = [key for key in keys if any(key in base.model_fields for base in bases)]
+        for base in bases:
+            _add(by_title, TITLES[base.__name__], cls, where, inherited)
+        _add(by_title, TITLES[cls.__name__], cls, where, [key for key in keys if key not in inherited])
     taken: set[str] = set()
     order = [title for title in dict.fromkeys(TITLES.values()) if title in by_title]
-    return [_chapter(title, *by_title[title], taken) for title in order if by_title[title][2]]
+    return [_chapter(title, *by_title[title], taken) for title in order]
+
+
+def _add(
+    by_title: dict[str, _Found], title: str, cls: type[Section], where: dict[str, Section], keys: list[str]
+) -> None:
+    if not keys:
+        return
+    if title not in by_title:
+        by_title[title] = (cls, dict(where), keys)
+        return
+    # classes that share a chapter have the same keys, or a reader would miss some
+    first, both, first_keys = by_title[title]
+    described, others = first.model_json_schema()["properties"], cls.model_json_schema()["properties"]
+    if first_keys != keys or any(_facts(described[key]) != _facts(others[key]) for key in keys):
+        raise ValueError(f"{first.__name__} and {cls.__name__} differ; give them different titles")
+    both.update(where)
 
 
 def _facts(schema: dict[str, Any]) -> tuple[str, str | None]:
@@ -142,13 +158,12 @@ def _chapter(title: str, cls: type[Section], where: dict[str, Section], keys: li
 
 
 def render() -> str:
-    """Return all chapters as Markdown lists, with an anchor per key."""
+    """Return all chapters as Markdown lists, with an anchor per key; the site has one for each of its places."""
     lines = []
     for chapter in chapters():
         lines += [f"## {chapter.title}", "", chapter.place, ""]
         for key in chapter.keys:
-            anchors = "".join(f'<a id="{anchor}"></a>' for anchor in key.anchors)
-            lines += [f"- {anchors}**`{key.name}`** ({key.facts})<br>", f"  {key.meaning}"]
+            lines += [f'- <a id="{key.anchors[0]}"></a>**`{key.name}`** ({key.facts})<br>', f"  {key.meaning}"]
         lines.append("")
     return "\n".join(lines)
 
@@ -178,92 +193,108 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
     if "type" not in schema:
-        return "any value"
+        return _ANY
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])} {schema['prefixItems'][0]['type']}s"
     if schema["type"] == "array":
         return f"list of {schema['items']['type']}s"
     if schema["type"] == "object":
         inner = schema["additionalProperties"]
-        return f"mapping to {_type(inner)}" if isinstance(inner, dict) else "mapping"
+        value = _type(inner) if isinstance(inner, dict) else _ANY
+        return "mapping" if value == _ANY else f"mapping to {value}"
     bounds = [f"{sign} {schema[word]}" for word, sign in _BOUNDS if word in schema]
     return " ".join([schema["type"], ", ".join(bounds)]).strip()
 
 
 def render_imports() -> dict[str, str]:
     """Return a page per trainer by its file name, and one for the keys that several trainers have from transformers."""
-    shared = [
-        *_heading(
-            "transformers",
-            "Keys of transformers' `TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share.",
-        ),
-        *_import_table(huggingface.TABLE),
-        "",
-        _neutral(huggingface.NEUTRAL.split()),
-        "",
-    ]
+    intro = "Keys of transformers' `TrainingArguments`, which TRL, LLaMA-Factory, ms-swift and axolotl share."
+    shared = [*_heading("transformers", intro), *_import_lists(huggingface.TABLE, huggingface.NEUTRAL.split())]
     pages = {f"{dialect.name}.md": _import_page(dialect) for dialect in DIALECTS}
     return {**pages, "transformers.md": "\n".join(shared)}
 
 
 def _import_page(dialect: Dialect) -> str:
-    shared, ours = set(huggingface.NEUTRAL.split()), {} if dialect.name != "roll" else roll.our_keys()
+    ours = roll.our_keys() if dialect.name == "roll" else {}
+    shared = set(huggingface.NEUTRAL.split())
+    if not shared <= {*dialect.neutral}:
+        shared = set()
     own = {
         key: rule
         for key, rule in dialect.table.items()
-        if huggingface.TABLE.get(key) is not rule and ours.get(key) != rule
+        if not (shared and huggingface.TABLE.get(key) is rule) and ours.get(key) != rule
     }
-    neutral = [key for key in dialect.neutral if key not in shared or not shared <= {*dialect.neutral}]
-    intro = f"How `thresher import` handles each key of {dialect.title}. [What the words mean](index.md)."
-    lines = [*_heading(dialect.title, intro), *_import_table(own), "", _neutral(neutral), ""]
+    neutral = [key for key in dialect.neutral if key not in shared]
+    intro = f"How `thresher import` handles {dialect.title}'s keys."
     if len(own) < len(dialect.table):
-        lines += [
-            "All other keys are thresher's own." if ours else "Its other keys are [transformers'](transformers.md).",
-            "",
-        ]
+        intro += f" Keys not listed are {_OURS if ours else _THEIRS}."
     defaults = dialect.defaults({"processes": 1})
     spelled = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in defaults.items())
-    return "\n".join([*lines, f"Defaults that are written out: {spelled}.", ""])
+    lists = _import_lists(own, neutral)
+    return "\n".join([*_heading(dialect.title, intro), *lists, "## Defaults", "", f"{spelled}.", ""])
 
 
 def _heading(title: str, intro: str) -> list[str]:
     return [f"# {title}", "", "<!-- written by scripts/make-config-doc -->", "", intro, ""]
 
 
-def _neutral(keys: list[str]) -> str:
-    return f"Changes nothing here: {', '.join(f'`{key}`' for key in keys)}."
-
-
-def _import_table(table: dict[str, Rule]) -> list[str]:
-    """Two columns, which fit a phone: the notes are long."""
-    lines = ["| key | here |", "|---|---|"]
-    for rule, keys in _group(table):
-        targets = ", ".join(f"`{key}`" for key in rule.targets)
-        cells = (", ".join(f"`{key}`" for key in keys), ". ".join(part for part in (targets, _fate(rule)) if part))
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return lines
-
-
-def _group(table: dict[str, Rule]) -> list[tuple[Rule, list[str]]]:
-    """Return each rule with its keys; keys that share a rule are one group."""
-    groups: list[tuple[Rule, list[str]]] = []
+def _import_lists(table: Mapping[str, Rule], neutral: list[str]) -> list[str]:
+    """Group the keys by what becomes of them; a key that another one's rule reads stands beside that one."""
+    read_with = {key: leader for key, rule in table.items() if (leader := _leader(key, rule, table))}
+    same: dict[str, list[str]] = {}
+    renamed: dict[str, list[str]] = {}
+    lost: dict[str, list[str]] = {}
+    dropped: dict[str, list[str]] = {}
     for key, rule in table.items():
-        found = next((keys for other, keys in groups if rule == other), None)
-        if found is None:
-            groups.append((rule, [key]))
+        if key in read_with:
+            continue
+        followers = [other for other, leader in read_with.items() if leader == key]
+        spelled = f"{_code([key])} (with {_code(followers)})" if followers else _code([key])
+        read = [target for each in (key, *followers) for target in table[each].targets]
+        targets = tuple(dict.fromkeys(read)) if rule.targets else ()
+        section, _, leaf = targets[0].rpartition(".") if targets else ("", "", "")
+        if len(targets) == 1 and not rule.note and leaf == key.rpartition(".")[2]:
+            same.setdefault(_place(key, targets[0], section), []).append(spelled)
+        elif targets or rule.function is not None:
+            renamed.setdefault(_here(rule, targets), []).append(spelled)
         else:
-            found.append(key)
-    return groups
+            (lost if rule.changes_numbers else dropped).setdefault(rule.note, []).append(spelled)
+    rows = [_row(", ".join(keys), here) for here, keys in renamed.items()]
+    parts = {
+        "Same name": [f"- {place}: {', '.join(keys)}" for place, keys in same.items()],
+        "Other names": ["| key | here |", "|---|---|", *rows] if rows else [],
+        "Stops the import": [f"- {', '.join(keys)}: {reason}" for reason, keys in lost.items()],
+        "Not applied": [f"- {', '.join(keys)}: {reason}" for reason, keys in dropped.items()],
+        "Changes nothing here": [f"{_code(neutral)}."],
+    }
+    return [line for title, lines in parts.items() if lines for line in (f"## {title}", "", *lines, "")]
 
 
-def _fate(rule: Rule) -> str:
-    if rule.differs:
-        fate = "Different meaning"
-    elif rule.targets:
-        fate = "" if rule.function is None else "Translated"
-    elif rule.function is not None:
-        fate = "Checked"
-    else:
-        fate = "**No equivalent**" if rule.changes_numbers else "No equivalent"
-    return ": ".join(part for part in (fate, rule.note) if part)
+def _leader(key: str, rule: Rule, table: Mapping[str, Rule]) -> str | None:
+    """Return the key whose rule reads this one, if it is on the same page."""
+    found = re.fullmatch(r"read with `(.+)`", rule.note)
+    names = (found[1], f"{key.rpartition('.')[0]}.{found[1]}") if found else ()
+    return next((name for name in names if name in table), None)
+
+
+def _place(key: str, target: str, section: str) -> str:
+    if "." in key and key == target:
+        return "the same place"
+    return f"`{section}`" if section else "top level"
+
+
+def _here(rule: Rule, targets: tuple[str, ...]) -> str:
+    """Our keys, and the note; a word for a rule that does not simply set them."""
+    keys = f"{_code(targets)}{', with a different meaning' if rule.differs else ''}" if targets else "checked"
+    return f"{keys}: {rule.note}" if rule.note else keys
+
+
+def _code(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def with_tables(page: str, tables: str) -> str:

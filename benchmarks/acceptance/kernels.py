@@ -23,7 +23,7 @@ from benchmarks.acceptance.report import Facts, Place, check
 from tests.support.tiny_llama import VOCAB
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.builders.hardware import GPUS
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.models.attention.interface import Window, dense_attention, pair_attention
 from thresher.models.attention.segments import PackedAttention, Segment
 from thresher.models.lm_head import LMHead, LogitTransform, target_logps_and_entropy
@@ -257,4 +257,4 @@ def _long_pairs(count: int) -> PairsInMemory:
     def tokens(most: int, least: int) -> np.ndarray:
         return draw.integers(3, VOCAB, draw.integers(least, most + 1)).astype(np.int32)
 
-    return PairsInMemory([Pair(tokens(256, 256), tokens(384, 128), tokens(384, 128)) for _ in range(count)])
+    return PairsInMemory([Example.pair(tokens(256, 256), tokens(384, 128), tokens(384, 128)) for _ in range(count)])

@@ -1,4 +1,4 @@
-"""Functions of the user that a config names: package.module:function, or path/to/file.py:function."""
+"""What a config names outside of thresher: package.module:function, path/to/file.py:function, or an entry point."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from thresher.errors import UserError
+
+
+def find_entry_points(group: str, kind: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group in all installed packages, by name; a name of two of them is an error."""
+    found: dict[str, EntryPoint] = {}
+    for each in entry_points(group=group):
+        other = found.setdefault(each.name, each)
+        if other.value != each.value:
+            both = f"{other.value} and {each.value}"
+            raise UserError(f"two installed packages declare the {kind} {each.name}: {both}; uninstall one of them")
+    return found
 
 
 def import_function(location: str, setting: str, source: bytes | None = None) -> Callable[..., Any]:

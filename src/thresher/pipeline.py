@@ -199,8 +199,6 @@ class DPOPipeline:
                 logger.warning("skipped an invalid checkpoint: %s", error)
             logger.info("loading the models", extra=PHASE)
             run = self._run = runtime.start(inputs, checkpoint, self._progress)
-            for note in run.report.notes:
-                logger.warning("%s", note)
             try:
                 yield run
             finally:

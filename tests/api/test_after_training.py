@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from tests.api.test_trainer import rows_of
 from tests.support.small_runs import last_weights
 from thresher import DPOConfig, DPOTrainer, UserError
+from thresher.api.results import mean_loss
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,12 @@ def test_the_state_is_that_of_the_run(trained):
     evaluations = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
     assert state.best_metric == min(evaluations)
     assert trainer.args.per_device_train_batch_size == state.train_batch_size
+
+
+def test_the_training_loss_is_a_mean_over_steps_not_over_records():
+    """The first ten steps have a mean of 1, and the last two of 4: (10 * 1 + 2 * 4) / 12."""
+    records = [{"step": 10, "loss": 1.0}, {"step": 10, "eval/loss": 9.0}, {"step": 12, "loss": 4.0}]
+    assert mean_loss(records) == 1.5
 
 
 def test_the_best_model_is_loaded_and_saved_if_it_is_asked_for(trained, tmp_path):

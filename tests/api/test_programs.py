@@ -52,7 +52,7 @@ def run_program(model: Path, directory: Path, *changes: tuple[str, str]) -> dict
         '"thresher-demo/validation.jsonl"': "rows[:24]",
         '"output/python"': repr(str(directory / "python")),
         '"smollm2-python"': repr(str(directory / "python-model")),
-        "learning_rate=5e-6, num_train_epochs=2": (
+        "learning_rate=5e-6, num_train_epochs=2, save_steps=20": (
             'learning_rate=1e-2, max_length=256, bf16=False, template="raw", per_device_train_batch_size=2'
         ),
         **dict(changes),

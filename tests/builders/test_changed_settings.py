@@ -90,6 +90,19 @@ def test_a_setting_that_changes_no_number_is_free_to_change(now):
     assert changes_of({}, now) == changes_of(now, {}) == []
 
 
+@pytest.mark.parametrize(
+    ("now", "change"),
+    [
+        ({"actor_train": {"num_workers": 4}}, ("actor_train.num_workers", 2, 4)),
+        (strategy(dp_replicate=2), (f"{STRATEGY_CONFIG}.dp_replicate", 1, 2)),
+    ],
+    ids=["num_workers", "dp_replicate"],
+)
+def test_only_an_elastic_run_is_free_to_change_its_number_of_replicas(now, change):
+    assert changes_of({}, now) == [change]
+    assert changes_of({"elastic": True}, merge(now, {"elastic": True})) == []
+
+
 def test_a_key_that_only_the_stored_config_knows_is_a_change():
     """A newer version wrote it, and its effect is not known here."""
     stored = parse_config(BASE).model_dump(mode="json")

@@ -14,7 +14,7 @@ from tests.support.tiny_llama import VOCAB
 from tests.support.tiny_run import PairsInMemory
 from thresher.builders.data import probe_pairs
 from thresher.config import parse_config
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
 
@@ -97,8 +97,8 @@ def test_pairs_beyond_the_short_context_of_longrope_are_rejected_with_a_length_t
 
 
 def test_the_model_is_checked_on_the_shortest_and_the_longest_sequence():
-    def pair(*lengths: int) -> Pair:
-        return Pair(*(np.full(length, length, dtype=np.int32) for length in lengths))
+    def pair(*lengths: int) -> Example:
+        return Example.pair(*(np.full(length, length, dtype=np.int32) for length in lengths))
 
     # the last one has the most tokens in total, the third the longest sequence
     pairs = [pair(3, 5, 5), pair(2, 1, 1), pair(2, 1, 20), pair(1, 15, 15)]

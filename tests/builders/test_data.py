@@ -41,7 +41,7 @@ def test_the_check_before_a_run_finds_files_in_dataset_dir(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     data = {"file_name": ["rows.jsonl", "other.jsonl"], "dataset_dir": str(tmp_path)}
     problems = list(check_data(parse_config({"actor_train": {"data_args": data}})))
-    assert [problem.text.partition(" ")[0] for problem in problems] == ["'other.jsonl'"]
+    assert [str(problem).partition(" ")[0] for problem in problems] == ["'other.jsonl'"]
 
 
 @pytest.mark.parametrize(("layout", "pad_id"), [("auto", None), ("shared", None), ("packed", None), ("padded", 2)])

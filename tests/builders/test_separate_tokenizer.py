@@ -19,7 +19,7 @@ from thresher.builders.export import export_checkpoint
 from thresher.builders.preflight import check_run
 from thresher.cli import app
 from thresher.config import parse_config
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.models.loading.load import load_tokenizer
 from thresher.pipeline import DPOPipeline
@@ -81,9 +81,9 @@ def test_a_run_prepares_and_exports_with_the_separate_tokenizer(tmp_path, values
     config = parse_config(values)
     check_run(config)
     DPOPipeline(config).run()
-    (store,) = (PairStore.open(path) for path in (tmp_path / "run" / "data").iterdir())
+    (store,) = (ExampleStore.open(path) for path in (tmp_path / "run" / "data").iterdir())
     pair = store[0]
-    assert [pair.prompt_ids.tolist(), pair.chosen_ids.tolist()] == [[20], [10, 11, 2]]
+    assert [pair.prompt_ids.tolist(), pair.chosen.ids.tolist()] == [[20], [10, 11, 2]]
     export_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "exported")
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("w10")["input_ids"] == [20]
 

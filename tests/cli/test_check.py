@@ -45,9 +45,9 @@ def swap_words(tokenizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def move_eos(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    tokenizer["model"]["vocab"]["</s>"] = 70
+    tokenizer["model"]["vocab"]["</s>"] = 64  # one past the last row of the embedding
     for token in tokenizer["added_tokens"]:
-        token["id"] = 70 if token["content"] == "</s>" else token["id"]
+        token["id"] = 64 if token["content"] == "</s>" else token["id"]
     return tokenizer
 
 
@@ -181,7 +181,7 @@ MISTAKES = {
     ),
     "an EOS token beyond the vocabulary": Mistake(
         {"pretrain": "MODELS/long-eos"},
-        "the tokenizer of MODELS/long-eos has the EOS token '</s>' with id 70, but the vocabulary of the model "
+        "the tokenizer of MODELS/long-eos has the EOS token '</s>' with id 64, but the vocabulary of the model "
         "MODELS/long-eos has 64 tokens; use the tokenizer that belongs to the model",
     ),
     "a reference with a different tokenizer": Mistake(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from thresher.cli.import_config import fold_at_dots
+from thresher.cli.import_config import entries_table, fold_at_dots
+from thresher.importers.convert import DIALECTS
+from thresher.importers.translation import Dialect, Entry
 
 
 @pytest.mark.parametrize("command", [("train",), ("config", "show")])
@@ -48,16 +54,40 @@ def test_import_shows_what_differs_names_what_changes_nothing_and_counts_the_res
     shown = command_line("import", str(path), "--force").err
     assert "max_length" not in shown
     assert "renamed" not in shown
-    assert shown.index("dataset_name") < shown.index("load_in_4bit") < shown.index("log_level")
+    assert shown.index("load_in_4bit") < shown.index("dataset_name") < shown.index("log_level")
     assert "not translated, because they change nothing here: log_level" in " ".join(shown.split())
     assert "other keys mean the same here or have no effect; --all shows them" in " ".join(shown.split())
 
 
 def test_long_keys_are_folded_at_their_dots() -> None:
-    folded = fold_at_dots("actor_train.training_args.learning_rate")
+    folded = fold_at_dots("actor_train.training_args.learning_rate", 24)
     assert folded.split("\n") == ["actor_train.", "training_args.", "learning_rate"]
-    assert fold_at_dots("max_steps") == "max_steps"
-    assert fold_at_dots("a.b.c") == "a.b.c"
+    assert fold_at_dots("max_steps", 24) == "max_steps"
+    assert fold_at_dots("a.b.c", 24) == "a.b.c"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_no_name_of_a_key_is_broken_in_80_columns(dialect: Dialect) -> None:
+    """Every key of a trainer, and all keys here that it is read as."""
+    entries = [Entry(key, 1, targets=list(rule.targets)) for key, rule in dialect.table.items()]
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(entries_table(dialect.title, entries))
+    assert max(map(len, captured.get().splitlines())) == 80
+    names = Counter(name for entry in entries for key in (entry.key, *entry.targets) for name in key.split("."))
+    assert names - Counter(re.findall(r"\w+", captured.get())) == Counter()
+
+
+def test_keys_that_change_the_training_are_shown_first() -> None:
+    lost = Entry("load_in_4bit", True, outcome="no equivalent", changes_numbers=True)
+    kept = Entry("push_to_hub", True, outcome="no equivalent")
+    table = entries_table("TRL", [Entry("max_length", 64), kept, Entry("d", 1, outcome="different meaning"), lost])
+    assert list(table.columns[0].cells) == [
+        *("[bold]changes the training[/]", "load_in_4bit: True"),
+        *("[bold]different meaning[/]", "d: 1"),
+        *("[bold]no equivalent[/]", "push_to_hub: True"),
+        *("[bold]translated[/]", "max_length: 64"),
+    ]
 
 
 def test_import_fails_where_the_numbers_would_change_unless_forced(command_line, tmp_path: Path) -> None:

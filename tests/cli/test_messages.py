@@ -154,7 +154,9 @@ def test_a_mistyped_key_in_a_subprocess(config, tmp_path):
 def test_an_unknown_loss(thresher, config):
     code, message = thresher("train", config(pref_loss="sigmod"))
     assert code == 2
-    assert message.startswith("unknown loss 'sigmod', did you mean 'sigmoid'?; the losses are aot, aot_unpaired, apo_")
+    assert message.startswith(
+        "unknown loss 'sigmod', did you mean 'sigmoid'?; the losses are alphapo, aot, aot_unpaired, apo_"
+    )
 
 
 def test_a_pad_token_that_the_vocabulary_lacks(thresher, config, tiny_dir):
@@ -192,8 +194,8 @@ def test_a_model_directory_without_a_chat_template(thresher, config, tiny_dir, t
         ),
         (
             {"gamma": 0.5, "pref_loss": "orpo"},
-            "gamma has no effect on orpo; turn it off, or use a loss that supports it: discopop, exo_pair, hinge, ipo, "
-            "ipo_sum, robust, sigmoid, sigmoid_norm",
+            "gamma has no effect on orpo; turn it off, or use a loss that supports it: discopop, dpop, exo_pair, "
+            "hinge, ipo, ipo_sum, robust, sigmoid, sigmoid_norm",
         ),
         (
             {"pref_loss": "simpo", "reference__mode": "precompute"},
@@ -207,8 +209,8 @@ def test_a_model_directory_without_a_chat_template(thresher, config, tiny_dir, t
         ),
         (
             {"pref_loss": "orpo", "length_normalization": False},
-            "length_normalization: false conflicts with orpo: ipo, orpo, sft, sigmoid_norm, simpo average logps over "
-            "length, all other losses sum them; choose another loss or remove length_normalization",
+            "length_normalization: false conflicts with orpo: alphapo, ipo, orpo, sft, sigmoid_norm, simpo average "
+            "logps over length, all other losses sum them; choose another loss or remove length_normalization",
         ),
         (
             {"actor_train__strategy_args__strategy_name": "megatron_infer"},

@@ -76,10 +76,7 @@ MISTAKES = {
     "a misspelled loss": Mistake(
         ("pref_loss=sigmod",), "unknown loss 'sigmod', did you mean 'sigmoid'?; the losses are"
     ),
-    "a loss for unpaired data": Mistake(
-        ("pref_loss=kto",),
-        "pref_loss kto is not a loss of thresher: it needs single responses with labels, not pairs; use bco_pair or",
-    ),
+    "a loss on labels": Mistake(("pref_loss=kto",), "kto reads single responses with a label, and out/data/train-"),
     "an online method": Mistake(
         ("pref_loss=grpo",),
         "pref_loss grpo is not a loss of thresher: it needs responses that are sampled during training; use sigmoid",

@@ -156,14 +156,19 @@ def test_verify_names_the_shards_that_are_damaged(thresher, config, reference_ca
     assert thresher("cache", "verify")[0] == 0
 
 
+def make_old(reference: Path) -> None:
+    """Let a reference look as if no run had used it since 1970."""
+    for path in (reference / "identity.json", *reference.glob("*.arrow")):
+        os.utime(path, (0, 0))
+    for shard in reference.glob("*.arrow"):
+        shard.rename(shard.with_name("0000000000000" + shard.name[13:]))
+
+
 def test_prune_lists_first_and_removes_with_yes(thresher, config, tiny_dir, reference_cache):
     thresher("precompute-reference", config)
     thresher("precompute-reference", config, "actor_train.model_args.dtype=bf16")
     old, new = references_in(reference_cache)
-    for path in (old / "identity.json", *old.glob("*.arrow")):
-        os.utime(path, (0, 0))
-    for shard in old.glob("*.arrow"):
-        shard.rename(shard.with_name("0000000000000" + shard.name[13:]))
+    make_old(old)
 
     code, printed = thresher("cache", "prune", "--older-than", "3")
     assert code == 0
@@ -240,6 +245,17 @@ def test_prune_covers_prepared_stores_and_runs_prepare_them_again(thresher, conf
     assert printed.count("wrote ") == 2
     code, printed = thresher("precompute-reference", config, "output_dir=third")
     assert (code, printed.count("wrote "), printed.count("using prepared pairs from the cache")) == (0, 0, 2)
+
+
+def test_prune_keeps_what_a_run_has_read_lately(thresher, config, reference_cache):
+    thresher("precompute-reference", config)
+    (reference,), stores = references_in(reference_cache), stores_in(reference_cache)
+    make_old(reference)
+    for store in stores:
+        os.utime(store, (0, 0))
+    assert counts(thresher("precompute-reference", config, "output_dir=other")[1]) == (8 + NUM_VALIDATION, 0)
+    thresher("cache", "prune", "--older-than", "3", "--yes")
+    assert (references_in(reference_cache), stores_in(reference_cache)) == ([reference], stores)
 
 
 @pytest.mark.parametrize(

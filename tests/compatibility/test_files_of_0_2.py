@@ -1,4 +1,4 @@
-"""Stores, reference caches and checkpoints written by 0.2 load, hit and resume bitwise.
+"""Stores, reference caches and checkpoints written between 0.2.0 and 0.3 load, hit and resume bitwise.
 
 files_of_0_2.tar.gz contains three runs of 4 steps of a tiny Llama: full training with recomputation and a loss that has
 state, LoRA with dropout, and two Ray workers that shard the model. Each has a checkpoint at step 2 and at step 4; they

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -452,3 +455,9 @@ def test_a_token_budget_of_auto_is_stored_as_no_value():
     assert TrainingArgs(max_tokens_per_micro_batch="auto") == TrainingArgs()
     with pytest.raises(ValueError, match="valid integer"):
         TrainingArgs(max_tokens_per_micro_batch="automatic")
+
+
+def test_the_default_strategy_may_be_imported_before_the_config():
+    """The config has strategy_args as a default, and validating them needs the strategy."""
+    command = [sys.executable, "-c", "from thresher.engines.native.declaration import TRAIN"]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""

@@ -10,7 +10,7 @@ from tests.support.imported import entry, imported, lost, value
 from thresher.errors import UserError
 
 STRATEGY = "actor_train.strategy_args."
-AXES = f"{STRATEGY}strategy_config"
+ENGINE = f"{STRATEGY}strategy_config"
 
 
 def colossalchat(tmp_path: Path, options: str, processes: int = 4) -> dict:
@@ -94,8 +94,8 @@ def test_a_deepspeed_file_is_read_where_it_exists(tmp_path, monkeypatch):
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}')
     monkeypatch.chdir(tmp_path)
     done = imported(tmp_path, "model_name_or_path: m\ndataset_name: d\ndeepspeed: zero3.json\n")
-    assert value(done, f"{AXES}.zero_stage") == 1, "its content counts, not its name"
-    assert value(done, f"{AXES}.offload_optimizer") is True
+    assert value(done, f"{ENGINE}.zero_stage") == 1, "its content counts, not its name"
+    assert value(done, f"{ENGINE}.offload_optimizer") is True
 
 
 @pytest.mark.parametrize("deepspeed", ["my_cluster.json", "{zero_optimization: {stage: 7}}", "llama-7b-z.json"])
@@ -117,7 +117,7 @@ def test_the_stage_of_open_instruct_is_kept(tmp_path):
     text = "model_name_or_path: m\ndataset_name: org/a\nmax_seq_length: 64\nzero_stage: 3\noffload_param: true\n"
     done = imported(tmp_path, text)
     assert value(done, f"{STRATEGY}strategy_name") == "deepspeed_train"
-    assert (value(done, f"{AXES}.zero_stage"), value(done, f"{AXES}.offload_param")) == (3, True)
+    assert (value(done, f"{ENGINE}.zero_stage"), value(done, f"{ENGINE}.offload_param")) == (3, True)
     assert not lost(done)
 
 
@@ -142,22 +142,22 @@ actor_train:
 def test_the_engines_of_roll_keep_their_names_and_settings(tmp_path, name, settings):
     done = imported(tmp_path, ROLL.format(name=name, settings=settings))
     assert value(done, f"{STRATEGY}strategy_name") == name
-    kept = entry(done, AXES)
+    kept = entry(done, ENGINE)
     assert kept.outcome == "kept"
-    assert value(done, AXES) == kept.value
+    assert value(done, ENGINE) == kept.value
     assert not lost(done)
 
 
 def test_a_setting_that_an_engine_lacks_is_reported_and_left_out(tmp_path):
     settings = "{tensor_model_parallel_size: 2, moe_layer_recompute: true, context_parallel_size: null}"
     done = imported(tmp_path, ROLL.format(name="megatron_train", settings=settings))
-    assert value(done, AXES) == {"tensor_model_parallel_size": 2}
-    assert entry(done, AXES).notes == [
+    assert value(done, ENGINE) == {"tensor_model_parallel_size": 2}
+    assert entry(done, ENGINE).notes == [
         "settings without an equivalent, which do not change the numbers: moe_layer_recompute"
     ]
     done = imported(tmp_path, ROLL.format(name="megatron_train", settings="{moe_z_loss_coeff: 0.1}"))
-    assert lost(done) == {AXES}
-    assert entry(done, AXES).notes == ["megatron_train has no setting moe_z_loss_coeff"]
+    assert lost(done) == {ENGINE}
+    assert entry(done, ENGINE).notes == ["megatron_train has no setting moe_z_loss_coeff"]
 
 
 def test_a_value_that_an_engine_rejects_is_an_error(tmp_path):
@@ -203,9 +203,9 @@ def test_megatron_of_ms_swift_keeps_its_settings_for_policy_and_reference(tmp_pa
 def test_megatron_of_ms_swift_on_one_device_and_with_lora(tmp_path):
     one = imported(tmp_path, SWIFT.format(1, "--tensor_model_parallel_size 4"), "train.sh")
     assert value(one, f"{STRATEGY}strategy_name") == "megatron_train"
-    assert value(one, f"{AXES}.tensor_model_parallel_size") is None
+    assert value(one, f"{ENGINE}.tensor_model_parallel_size") is None
     lora = imported(tmp_path, SWIFT.format(2, "--tensor_model_parallel_size 2 --tuner_type lora"), "train.sh")
-    assert value(lora, f"{AXES}.tensor_model_parallel_size") == 2
+    assert value(lora, f"{ENGINE}.tensor_model_parallel_size") == 2
     assert value(lora, "reference.strategy_args.strategy_name") is None, "the policy without its adapter"
 
 

@@ -147,7 +147,7 @@ def test_each_loss_of_trl_gets_its_label_smoothing(tmp_path: Path, text: str, lo
     [
         ("loss_type: [sigmoid, sft]", "loss_type", "sft: TRL averages over all tokens of a micro-batch"),
         ("loss_type: bco_pair", "loss_type", "bco_pair: TRL classifies the rewards as they are"),
-        ("loss_type: aot", "loss_type", "aot: TRL sorts the pairs of a micro-batch"),
+        ("loss_type: aot", "loss_type", "aot: TRL sorts a micro-batch's pairs"),
         ("loss_type: exo_pair", "loss_type", "TRL refuses exo_pair without label_smoothing"),
         ("disable_dropout: false", "disable_dropout", "dropout is always off"),
         ("beta: 0.1", "dataset_name", "rows of plain strings as raw text"),
@@ -158,6 +158,20 @@ def test_numbers_that_differ_from_trl_are_reported(tmp_path: Path, text: str, ke
     assert entry(done, key).outcome == "different meaning"
     assert note in "; ".join(entry(done, key).notes)
     assert note in done.text
+
+
+def test_the_settings_of_trl_for_alphapo_and_simpo(tmp_path: Path) -> None:
+    done = imported(tmp_path, f"{TRL}loss_type: alphapo\nalpha: 0.25\nbeta: 2.5\nsimpo_gamma: 0.1\ncpo_alpha: 1.0\n")
+    assert [value(done, key) for key in ("pref_loss", "alphapo_alpha", "beta", "gamma")] == ["alphapo", 0.25, 2.5, 0.1]
+    assert value(done, "rpo_alpha") is None, "TRL sets cpo_alpha to 0 for alphapo"
+    assert not lost(done)
+    done = imported(tmp_path, f"{TRL}loss_type: alphapo\n")
+    assert [value(done, key) for key in ("alphapo_alpha", "beta", "gamma")] == [0.0, 0.1, 0.5], "TRL's defaults"
+    done = imported(tmp_path, f"{TRL}loss_type: simpo\nalpha: 0.25\n")
+    assert [value(done, key) for key in ("pref_loss", "gamma", "rpo_alpha")] == ["simpo", 0.5, 1.0]
+    assert lost(done) == {"alpha"}
+    done = imported(tmp_path, f"{TRL}alpha: 0.0\ncpo_alpha: 1.0\nsimpo_gamma: 0.5\n")
+    assert [entry(done, key).outcome for key in ("alpha", "cpo_alpha", "simpo_gamma")] == ["no effect"] * 3
 
 
 def test_one_weight_per_loss(tmp_path: Path) -> None:
@@ -225,7 +239,7 @@ def test_the_lora_file_of_colossalchat_is_read(tmp_path: Path) -> None:
 def test_a_note_is_about_its_key() -> None:
     run = translate(NAMES["trl"], {"overwrite_output_dir": True, "load_best_model_at_end": True})
     notes = {each.key: each.notes[0] for each in run.entries if each.notes}
-    assert "resume_from_checkpoint: false starts again" in notes["overwrite_output_dir"]
+    assert "set a different one to start again" in notes["overwrite_output_dir"]
     assert "thresher export --best" in notes["load_best_model_at_end"]
 
 
@@ -294,6 +308,15 @@ def test_llama_factory_reads_dataset_info(tmp_path: Path, monkeypatch: pytest.Mo
     done = imported(tmp_path, "stage: dpo\nmodel_name_or_path: m\ndataset: mine\n")
     assert value(done, FILES) == "data/pairs.jsonl"
     assert (value(done, "prompt_key"), value(done, "chosen_key")) == ("ask", "good")
+
+
+def test_a_hub_dataset_of_llama_factory_keeps_its_split_and_subset(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    info = {"mine": {"hf_hub_url": "org/pairs", "split": "prefs", "subset": "en"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    done = imported(tmp_path, "stage: dpo\nmodel_name_or_path: m\ndataset: mine\n")
+    assert value(done, FILES) == "hf://org/pairs:prefs:en"
 
 
 def test_axolotl(tmp_path: Path) -> None:
@@ -540,6 +563,8 @@ def test_a_system_message_and_a_number_of_rows_are_settings_of_the_data(tmp_path
     assert value(done, "actor_train.data_args.system_prompt") == "Be brief."
     assert value(done, "actor_train.data_args.max_samples") == 100
     assert not lost(done)
+    done = imported(tmp_path, f"{text}eval_dataset: held_out\neval_strategy: steps\neval_steps: 5\n")
+    assert value(done, "validation.data_args.system_prompt") == "Be brief.", "validation prompts are trained prompts"
 
 
 @pytest.mark.parametrize(
@@ -615,4 +640,32 @@ actor_train:
     )
     assert value(done, f"{TRAINING}initial_scale_power") == 12
     assert value(done, f"{TRAINING}loss_scale_window") == 500
+    assert not lost(done)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text"),
+    [
+        (
+            "llama-factory",
+            "model_name_or_path: org/model\nstage: kto\ndataset: labelled\npref_beta: 0.3\nkto_chosen_weight: 1.5\n"
+            "kto_rejected_weight: 0.5\nfinetuning_type: full\n",
+        ),
+        (
+            "axolotl",
+            "base_model: org/model\nrl: kto\nrl_beta: 0.3\nkto_desirable_weight: 1.5\nkto_undesirable_weight: 0.5\n"
+            "datasets:\n  - path: org/labelled\n",
+        ),
+        (
+            "ms-swift",
+            "model: org/model\nrlhf_type: kto\nbeta: 0.3\ndesirable_weight: 1.5\nundesirable_weight: 0.5\n"
+            "dataset: org/labelled\ntuner_type: full\n",
+        ),
+    ],
+)
+def test_kto_keeps_its_beta_and_weights(tmp_path: Path, trainer: str, text: str) -> None:
+    done = imported(tmp_path, text)
+    assert done.translation.dialect.name == trainer
+    found = [value(done, name) for name in ("pref_loss", "beta", "desirable_weight", "undesirable_weight")]
+    assert found == ["kto", 0.3, 1.5, 0.5]
     assert not lost(done)

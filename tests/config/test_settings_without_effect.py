@@ -166,6 +166,7 @@ NEEDS = {
             ("special_tokens_in_text", "reject"),
             ("system_prompt", "Be brief."),
             ("max_samples", 5),
+            ("join_labelled", True),
             ("preprocessing_num_workers", 2),
         )
     },
@@ -239,6 +240,8 @@ BY_LOSS = {
         "length_normalization",
         "cpo_alpha",
     ),
+    *("alphapo_alpha", "dpop_lambda", "clamp_log_ratio", "comparisons"),
+    *("desirable_weight", "undesirable_weight", "infonca_alpha"),
     *("discopop_tau", "rpo_alpha", "f_divergence_type", "ld_alpha", "use_wpo", "length_penalty"),
 }
 BY_MODEL_OR_MODE = {
@@ -297,7 +300,7 @@ def test_a_timeout_of_workers_is_rejected_in_one_process_and_accepted_under_a_la
     launched = fit_to_launch(config, Launch("torchrun", 0, 2, 0, ("127.0.0.1", 1)))
     assert list(check_unused_settings(launched)) == []
     (finding,) = check_unused_settings(fit_to_launch(config, None))
-    assert "heartbeat_timeout has no effect in one process" in finding.text
+    assert "heartbeat_timeout has no effect in one process" in str(finding)
 
 
 @pytest.mark.parametrize("key", NEEDS)

@@ -20,6 +20,7 @@ from thresher.data.batching.batches import (
     ScoringBatching,
     assign_ranks,
     bin_by_tokens,
+    num_sequences,
 )
 from thresher.data.batching.plan import make_plan, permuted
 
@@ -133,6 +134,40 @@ def test_tokens_and_costs_match_hand_computed_values():
     assert SHARED.costs(lengths).tolist() == pytest.approx([15 + (num_keys - 10**2 / 2) / 3072])
 
 
+def test_absent_responses_have_neither_tokens_nor_cost():
+    """Prompt 10 with responses of 4, 3 and 5 tokens: 10 + 3 + 2 + 4 shared, 30 + 9 separate."""
+    ragged = np.array([(10, 4, 3, 5, 0), (10, 4, 3, 0, 0), (10, 4, 0, 0, 0)], dtype=np.uint32)
+    assert SHARED.tokens(ragged).tolist() == [19, 15, 13]
+    assert SEPARATE.tokens(ragged).tolist() == [39, 25, 13]
+    assert num_sequences(ragged).tolist() == [3, 2, 1]
+    for width in (2, 3, 4):  # with no more columns than needed
+        row = ragged[4 - width, :width].reshape(1, -1)
+        for costs in (SHARED, SEPARATE):
+            assert costs.tokens(row) == costs.tokens(ragged)[4 - width]
+            assert costs.costs(row) == costs.costs(ragged)[4 - width]
+    squares = 14**2 + 13**2 + 15**2
+    assert SEPARATE.costs(ragged)[0] == pytest.approx(39 + squares / 2 / 3072)
+    assert SHARED.costs(ragged)[0] == pytest.approx(19 + (squares - 2 * 10**2) / 2 / 3072)
+
+
+RAGGED = st.lists(
+    st.tuples(st.integers(1, 900), st.lists(st.integers(1, 400), min_size=1, max_size=5)), min_size=1, max_size=60
+)
+
+
+@unhurried
+@given(RAGGED, st.integers(1, 8), st.integers(1, 16), st.integers(1, 8000))
+def test_padded_batches_of_lists_count_a_row_per_response(rows, num_ranks, max_pairs, budget):
+    lengths = np.array([[prompt, *sizes, *[0] * (5 - len(sizes))] for prompt, sizes in rows], dtype=np.uint32)
+    batching = MicroBatching(lengths, SEPARATE, max_tokens=budget, max_pairs=max_pairs)
+    batches = [batch for batches in split_all(batching, np.arange(len(rows)), num_ranks) for batch in batches]
+    assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
+    for batch in batches:
+        width = max(prompt + max(sizes) for prompt, sizes in (rows[i] for i in batch))
+        num_rows = sum(len(rows[i][1]) for i in batch)
+        assert len(batch) == 1 or (len(batch) <= max_pairs and num_rows * width <= budget)
+
+
 def drawn_lengths(num_pairs: int) -> np.ndarray:
     """Draw lengths with the median, spread and maximum of HH-RLHF's at a token per four characters."""
     lengths = np.random.default_rng(0).lognormal([4.4, 3.7, 3.4], [1.1, 0.95, 0.95], (num_pairs, 3))
@@ -175,16 +210,21 @@ def test_cost_is_balanced_over_ranks(num_ranks, source, request):
 
 
 @pytest.mark.slow
-def test_splitting_a_step_of_a_hundred_million_pairs_takes_milliseconds(tmp_path):
-    """A sparse, memory-mapped lengths index of 1.2 GB; a step of 1,024 ranks with 128 pairs each."""
+@pytest.mark.parametrize("num_responses", [2, 7])
+def test_splitting_a_step_of_a_hundred_million_pairs_takes_milliseconds(tmp_path, num_responses):
+    """A sparse, memory-mapped lengths index of 1.2 or 3.2 GB; a step of 1,024 ranks with 128 examples each."""
     num_pairs = 100_000_000
     with (tmp_path / "lengths.bin").open("wb") as file:
-        file.truncate(num_pairs * 3 * 4)
+        file.truncate(num_pairs * (1 + num_responses) * 4)
     started = time.process_time()
-    lengths = np.memmap(tmp_path / "lengths.bin", dtype="<u4", mode="r+", shape=(num_pairs, 3))
+    lengths = np.memmap(tmp_path / "lengths.bin", dtype="<u4", mode="r+", shape=(num_pairs, 1 + num_responses))
     plan = make_plan(num_pairs, seed=1, pairs_per_step=131_072, max_steps=None, num_epochs=2)
     ids = plan.pair_ids(1000)
-    lengths[ids] = np.random.default_rng(0).integers(1, 500, (len(ids), 3))
+    draw = np.random.default_rng(0)
+    values = draw.integers(1, 500, (len(ids), 1 + num_responses))
+    # lists have 2 to 7 responses
+    values[:, 1:][np.arange(num_responses) >= draw.integers(2, num_responses + 1, (len(ids), 1))] = 0
+    lengths[ids] = values
     assert time.process_time() - started < 20
     times = []
     for _ in range(5):

@@ -68,8 +68,8 @@ def tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
 
 def text_of(name: str, prompt: list[dict], **arguments: object) -> tuple[str, str]:
     words = tokenizer(CONTROL_TOKENS)
-    row = render(PreferenceRow(prompt, [GOOD], [BAD]), load_template(words, name, arguments), words)
-    return row.prompt, row.chosen.text[len(row.prompt) :]
+    row = render(PreferenceRow(prompt, ([GOOD], [BAD])), load_template(words, name, arguments), words)
+    return row.prompt, row.responses[0].text[len(row.prompt) :]
 
 
 def test_every_template_has_an_expected_text():

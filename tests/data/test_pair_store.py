@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.paths import ROOT
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.data.prepare.findings import NUM_EXAMPLES, find_leaks
 from thresher.data.settings import DataSettings
 from thresher.data.store.arrow_schema import find_sorted, hash_pair, pairs_to_record_batch
-from thresher.data.store.reader import FORMAT_VERSION, MAX_OPEN_SHARDS, PairStore
+from thresher.data.store.reader import FORMAT_VERSION, MAX_OPEN_SHARDS, ExampleStore
 from thresher.data.store.writer import StoreWriter
 from thresher.errors import UserError
 
@@ -28,27 +28,31 @@ FIELDS = {"identity": "expected"}
 
 
 def write_store(
-    path: Path, pairs: list[Pair], shard_rows: int = 4, rows_per_batch: int = 1, **options: Any
-) -> PairStore:
+    path: Path, pairs: list[Example], shard_rows: int = 4, rows_per_batch: int = 1, **options: Any
+) -> ExampleStore:
     with StoreWriter(path, shard_rows) as writer:
         for start in range(0, len(pairs), rows_per_batch):
             piece = pairs[start : start + rows_per_batch]
             writer.append(pairs_to_record_batch(piece, [hash_pair(pair) for pair in piece]))
         writer.finish(FIELDS, **options)
-    return PairStore.open(path)
+    return ExampleStore.open(path)
 
 
-def make_pair(seed: int, *, masked: bool = False) -> Pair:
+def make_pair(seed: int, *, masked: bool = False) -> Example:
     rng = np.random.default_rng(seed)
     prompt, chosen, rejected = (rng.integers(0, 50_000, rng.integers(1, 30)).astype(np.int32) for _ in range(3))
     mask = rng.random(len(chosen)) < 0.5 if masked else None
-    return Pair(prompt, chosen, rejected, chosen_mask=mask, weight=1.5, margin=seed)
+    return Example.pair(prompt, chosen, rejected, chosen_mask=mask, weight=1.5, margin=seed)
 
 
-def assert_equal(left: Pair, right: Pair) -> None:
-    for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"):
-        actual, expected = getattr(left, name), getattr(right, name)
-        assert (actual is None) == (expected is None), name
+def assert_equal(left: Example, right: Example) -> None:
+    assert len(left.responses) == len(right.responses)
+    sides = [(left.prompt_ids, right.prompt_ids)]
+    for one, other in zip(left.responses, right.responses, strict=True):
+        sides += [(one.ids, other.ids), (one.mask, other.mask)]
+        assert one.value == other.value
+    for actual, expected in sides:
+        assert (actual is None) == (expected is None)
         if actual is not None:
             assert actual.dtype == expected.dtype
             np.testing.assert_array_equal(actual, expected)
@@ -60,7 +64,7 @@ finite = st.floats(0, 100, width=32)
 
 
 @st.composite
-def any_pair(draw: st.DrawFn) -> Pair:
+def any_pair(draw: st.DrawFn) -> Example:
     prompt, chosen, rejected = draw(ids), draw(ids), draw(ids)
     masks = [
         np.asarray(draw(st.lists(st.booleans(), min_size=len(side), max_size=len(side))))
@@ -68,24 +72,24 @@ def any_pair(draw: st.DrawFn) -> Pair:
         else None
         for side in (chosen, rejected)
     ]
-    return Pair(prompt, chosen, rejected, *masks, weight=draw(finite), margin=draw(finite))
+    return Example.pair(prompt, chosen, rejected, *masks, weight=draw(finite), margin=draw(finite))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(any_pair(), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 5))
 def test_pairs_are_read_back_unchanged(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair], shard_rows: int, rows_per_batch: int
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[Example], shard_rows: int, rows_per_batch: int
 ) -> None:
     store = write_store(tmp_path_factory.mktemp("store") / "s", pairs, shard_rows, rows_per_batch)
     store.verify()
     assert len(store) == len(pairs)
     for number, pair in enumerate(pairs):
         assert_equal(store[number], pair)
-        sizes = [len(pair.prompt_ids), len(pair.chosen_ids), len(pair.rejected_ids)]
+        sizes = [len(pair.prompt_ids), len(pair.chosen.ids), len(pair.rejected.ids)]
         assert store.lengths[number].tolist() == sizes
         scored = [
             size if mask is None else int(mask.sum())
-            for size, mask in zip(sizes[1:], (pair.chosen_mask, pair.rejected_mask), strict=True)
+            for size, mask in zip(sizes[1:], (pair.chosen.mask, pair.rejected.mask), strict=True)
         ]
         assert store.scored_lengths[number].tolist() == scored
 
@@ -123,8 +127,8 @@ def test_the_content_digest_depends_on_the_pairs_and_not_on_the_shards(tmp_path:
 
 def test_a_pair_outlives_its_store_and_is_writable(tmp_path: Path) -> None:
     pair = write_store(tmp_path / "s", [make_pair(1)])[0]
-    pair.chosen_ids[0] = 7
-    assert pair.chosen_ids[0] == 7
+    pair.chosen.ids[0] = 7
+    assert pair.chosen.ids[0] == 7
 
 
 def test_a_pickled_store_reopens_its_path(tmp_path: Path) -> None:
@@ -147,7 +151,7 @@ def test_a_flipped_byte_in_a_shard_is_found_by_verify(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(UserError, match=r"shards/00001.arrow has a wrong digest; prepare it again"):
-        PairStore.open(tmp_path / "s").verify()
+        ExampleStore.open(tmp_path / "s").verify()
 
 
 @pytest.mark.parametrize("name", ["shards/00000.arrow", "lengths.bin"])
@@ -156,28 +160,28 @@ def test_opening_detects_a_truncated_or_missing_file(tmp_path: Path, name: str) 
     file = tmp_path / "s" / name
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(UserError, match=f"{name} has .* bytes instead of"):
-        PairStore.open(tmp_path / "s")
+        ExampleStore.open(tmp_path / "s")
     file.unlink()
     with pytest.raises(UserError, match=f"{name} is missing"):
-        PairStore.open(tmp_path / "s")
+        ExampleStore.open(tmp_path / "s")
 
 
 def test_a_store_with_another_fingerprint_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path / "s", [make_pair(1)])
-    PairStore.open(tmp_path / "s", expected_fingerprint="expected")
+    ExampleStore.open(tmp_path / "s", expected_fingerprint="expected")
     with pytest.raises(UserError, match="prepared from different rows, tokenizer, template or settings"):
-        PairStore.open(tmp_path / "s", expected_fingerprint="other")
+        ExampleStore.open(tmp_path / "s", expected_fingerprint="other")
 
 
 def test_opening_a_directory_that_is_not_a_store_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a pair store: it has no manifest.json"):
-        PairStore.open(tmp_path)
+        ExampleStore.open(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest.json is damaged"):
-        PairStore.open(tmp_path)
+        ExampleStore.open(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format_version": 0}')
     with pytest.raises(UserError, match=f"has store format 0, but this version reads {FORMAT_VERSION}"):
-        PairStore.open(tmp_path)
+        ExampleStore.open(tmp_path)
 
 
 def test_a_failed_writer_leaves_no_files(tmp_path: Path) -> None:
@@ -206,10 +210,10 @@ def test_only_a_store_is_overwritten(tmp_path: Path) -> None:
 
 def test_hashes_depend_on_tokens_and_masks_but_not_on_weights() -> None:
     pair = make_pair(1)
-    heavier = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, weight=9.0)
-    masked = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, np.zeros(len(pair.chosen_ids), bool))
-    all_scored = Pair(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids, np.ones(len(pair.chosen_ids), bool))
-    swapped = Pair(pair.prompt_ids, pair.rejected_ids, pair.chosen_ids)
+    heavier = Example.pair(pair.prompt_ids, pair.chosen.ids, pair.rejected.ids, weight=9.0)
+    masked = Example.pair(pair.prompt_ids, pair.chosen.ids, pair.rejected.ids, np.zeros(len(pair.chosen.ids), bool))
+    all_scored = Example.pair(pair.prompt_ids, pair.chosen.ids, pair.rejected.ids, np.ones(len(pair.chosen.ids), bool))
+    swapped = Example.pair(pair.prompt_ids, pair.rejected.ids, pair.chosen.ids)
     assert hash_pair(pair) == hash_pair(heavier) == hash_pair(all_scored)
     assert hash_pair(masked).pair != hash_pair(pair).pair
     assert hash_pair(swapped).pair == hash_pair(pair).swapped
@@ -217,7 +221,7 @@ def test_hashes_depend_on_tokens_and_masks_but_not_on_weights() -> None:
 
 def test_leaks_between_stores_are_found_by_pair_and_by_prompt(tmp_path: Path) -> None:
     train = [make_pair(seed) for seed in range(9)]
-    other_answer = Pair(train[3].prompt_ids, make_pair(70).chosen_ids, train[3].rejected_ids)
+    other_answer = Example.pair(train[3].prompt_ids, make_pair(70).chosen.ids, train[3].rejected.ids)
     validation = [make_pair(50), train[7], other_answer]
     pairs, prompts = find_leaks(write_store(tmp_path / "e", validation), write_store(tmp_path / "t", train))
     assert (pairs.count, pairs.examples) == (1, (1,))
@@ -281,7 +285,7 @@ def test_a_store_of_100_million_pairs_opens_without_reading_its_pairs(tmp_path: 
     manifest = json.loads((tmp_path / "real" / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "shards": shards, "indexes": [index]}))
     start = time.perf_counter()
-    store = PairStore.open(path)
+    store = ExampleStore.open(path)
     assert len(store) == num_pairs
     assert store.lengths.shape == (num_pairs, 3)
     assert store.lengths[99_999_999].tolist() == [0, 0, 0]
@@ -304,7 +308,7 @@ def test_open_shards_stay_below_the_usual_file_limit(tmp_path: Path) -> None:
 def test_the_default_size_of_a_shard_is_the_documented_one():
     """Another size changes the bytes of every store."""
     documented = (ROOT / "docs" / "internals" / "store.md").read_text()
-    assert f"A shard has {DataSettings('a.jsonl').shard_rows:,} pairs" in documented
+    assert f"A shard has at most {DataSettings('a.jsonl').shard_rows:,} pairs" in documented
 
 
 def test_a_worker_reads_pairs_and_caches_logps_without_pandas(tmp_path: Path) -> None:
@@ -312,10 +316,10 @@ def test_a_worker_reads_pairs_and_caches_logps_without_pandas(tmp_path: Path) ->
     write_store(tmp_path / "s", [make_pair(0)])
     code = (
         "import sys; from pathlib import Path\n"
-        "from thresher.data.store.reader import PairStore\n"
+        "from thresher.data.store.reader import ExampleStore\n"
         "from thresher.reference.cache import CacheShard, write_shard\n"
-        "ids = PairStore.open('s')[0].chosen_ids\n"
-        "shard = write_shard(Path(), [bytes(16)], [ids.astype('f4')], [ids.astype('f4')])\n"
+        "ids = ExampleStore.open('s')[0].chosen.ids\n"
+        "shard = write_shard(Path(), [bytes(16)], [[ids.astype('f4')] * 2])\n"
         "assert CacheShard(shard.path).logps(0)[0].tolist() == ids.tolist()\n"
         "print('pandas' in sys.modules)"
     )

@@ -25,7 +25,7 @@ from thresher.data.prepare.prepare import (
 from thresher.data.prepare.report import PrepareReport, report_of, truncation_of
 from thresher.data.settings import DataSettings
 from thresher.data.sources import readers
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 
 
@@ -52,7 +52,7 @@ def test_every_row_is_kept_or_counted_by_reason(
     report = prepare(settings, chat_tokenizer, tmp_path / "s")
     dropped = {"empty_prompt": 1, "empty_response": 1, "identical_sides": 1, "too_long": 1}
     assert counts(report) == (7, 2, 1, dropped)
-    store = PairStore.open(tmp_path / "s")
+    store = ExampleStore.open(tmp_path / "s")
     assert len(store) == 2
     assert PrepareReport.from_json(store.manifest["report"]) == report
 
@@ -116,7 +116,7 @@ def test_weight_and_margin_reach_the_store(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
 ) -> None:
     prepare(DataSettings(write_rows(row(weight=0.5, margin=2))), chat_tokenizer, tmp_path / "s")
-    pair = PairStore.open(tmp_path / "s")[0]
+    pair = ExampleStore.open(tmp_path / "s")[0]
     assert (pair.weight, pair.margin) == (0.5, 2.0)
 
 
@@ -143,7 +143,7 @@ def test_truncation_is_counted_by_kind(
     )
     report = prepare(settings, tokenizer, tmp_path / "s")
     assert (report.pairs_kept, report.truncated, report.dropped) == (kept, truncated, dropped)
-    store = PairStore.open(tmp_path / "s")
+    store = ExampleStore.open(tmp_path / "s")
     assert all(int(each[0] + each[1:].max()) <= 40 for each in store.lengths)
 
 
@@ -156,7 +156,7 @@ def test_dropping_more_than_5_percent_as_too_long_is_a_warning_with_the_length_t
     name = write_rows(*rows)
     report = prepare(DataSettings(name, "raw", sequence_length=45), make_tokenizer(), tmp_path / "s")
     assert report.dropped == ({"too_long": num_long} if num_long else {})
-    assert report_of(PairStore.open(tmp_path / "s")) == report
+    assert report_of(ExampleStore.open(tmp_path / "s")) == report
     warning = report.truncation_warning("drop", "length=", "cut=")
     assert (warning is not None) == warns
     if warns:
@@ -196,7 +196,7 @@ def test_the_warning_about_dropped_pairs_advises_what_is_not_set(
     report = prepare(settings, make_tokenizer(), tmp_path / "s")
     keep = report.length_to_keep_95
     assert report.truncation_warning(truncation, "length=", "cut=") == f"1 of 2 pairs (50%) {advice.format(keep)}"
-    assert truncation_of(PairStore.open(tmp_path / "s")) == truncation
+    assert truncation_of(ExampleStore.open(tmp_path / "s")) == truncation
     for length, kept in ((keep, 2), (keep - 1, 1)):
         limited = replace(settings, sequence_length=length)
         assert prepare(limited, make_tokenizer(), tmp_path / str(length)).pairs_kept == kept
@@ -250,7 +250,7 @@ def test_all_bad_rows_are_counted_before_the_error_and_shown_by_reason_with_the_
         f"4 bad rows: `chosen` must be text or messages, got int ({settings.file_name}, line 51, 601, 701)",
         f"1 bad row: no value for chosen, rejected; its columns are prompt ({settings.file_name}, line 1151)",
     ]
-    assert report_of(PairStore.open(tmp_path / "s")) == report
+    assert report_of(ExampleStore.open(tmp_path / "s")) == report
     assert [each.bad_rows for each in seen] == [1, 3, 5]
 
 
@@ -313,12 +313,12 @@ def test_labelled_rows_are_joined_and_counted(
 ) -> None:
     answers = [("p", "good", True), ("p", "bad", False), ("q", "alone", True), ("p", "worse", False)]
     rows = [{"prompt": prompt, "completion": text, "label": label} for prompt, text, label in answers]
-    report = prepare(DataSettings(write_rows(*rows)), chat_tokenizer, tmp_path / "s")
+    report = prepare(DataSettings(write_rows(*rows), join_labelled=True), chat_tokenizer, tmp_path / "s")
     assert (report.rows_read, report.pairs_kept, report.rows_joined) == (4, 1, 1)
     assert report.dropped == {"unpaired": 2}
-    pair = PairStore.open(tmp_path / "s")[0]
-    assert chat_tokenizer.decode(pair.chosen_ids) == "good<|im_end|>"
-    assert chat_tokenizer.decode(pair.rejected_ids) == "bad<|im_end|>"
+    pair = ExampleStore.open(tmp_path / "s")[0]
+    assert chat_tokenizer.decode(pair.chosen.ids) == "good<|im_end|>"
+    assert chat_tokenizer.decode(pair.rejected.ids) == "bad<|im_end|>"
 
 
 def test_an_error_without_any_pair_states_the_reason_and_leaves_no_store(
@@ -326,7 +326,7 @@ def test_an_error_without_any_pair_states_the_reason_and_leaves_no_store(
 ) -> None:
     name = write_rows({"prompt": "p", "completion": "c", "label": True})
     with pytest.raises(NoPairsError, match=r"none of 1 rows became a pair: 1 unpaired \(a pair needs a good") as error:
-        prepare(DataSettings(name), chat_tokenizer, tmp_path / "s")
+        prepare(DataSettings(name, join_labelled=True), chat_tokenizer, tmp_path / "s")
     assert error.value.report.dropped == {"unpaired": 1}
     assert str(error.value).endswith(f". Read: {name}")
     assert not (tmp_path / "s").exists()
@@ -395,17 +395,17 @@ def many_rows(write_rows: Any) -> list[str]:
 
 
 def test_preparing_again_gives_the_same_bytes(tmp_path: Path, templated_tokenizer: Any, write_rows: Any) -> None:
-    settings = DataSettings(many_rows(write_rows), on_bad_row="skip", shard_rows=600)
+    settings = DataSettings(many_rows(write_rows), join_labelled=True, on_bad_row="skip", shard_rows=600)
     first = prepare(settings, templated_tokenizer, tmp_path / "a")
     assert first == prepare(settings, templated_tokenizer, tmp_path / "b")
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    assert len(PairStore.open(tmp_path / "a").manifest["shards"]) > 2
+    assert len(ExampleStore.open(tmp_path / "a").manifest["shards"]) > 2
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_one_and_four_processes_give_the_same_bytes(tmp_path: Path, templated_tokenizer: Any, write_rows: Any) -> None:
-    settings = DataSettings(many_rows(write_rows), on_bad_row="quarantine", shard_rows=600)
+    settings = DataSettings(many_rows(write_rows), join_labelled=True, on_bad_row="quarantine", shard_rows=600)
     prepare(settings, templated_tokenizer, tmp_path / "one")
     prepare(replace(settings, num_processes=4), templated_tokenizer, tmp_path / "four")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "four")
@@ -427,7 +427,7 @@ def test_the_fingerprint_depends_on_everything_that_changes_the_pairs(
     settings = DataSettings(name)
     fingerprint = store_fingerprint(settings, chat_tokenizer)
     prepare(settings, chat_tokenizer, tmp_path / "s")
-    assert PairStore.open(tmp_path / "s", expected_fingerprint=fingerprint).fingerprint == fingerprint
+    assert ExampleStore.open(tmp_path / "s", expected_fingerprint=fingerprint).fingerprint == fingerprint
     assert store_fingerprint(replace(settings, num_processes=3, shard_rows=5), chat_tokenizer) == fingerprint
     copy = write_rows(row(), name="copy.jsonl")
     assert store_fingerprint(replace(settings, file_name=copy), chat_tokenizer) == fingerprint
@@ -479,7 +479,7 @@ def test_the_last_rows_of_a_file_are_kept(
     name = write_rows(*[row(f"q{n}?") for n in range(1025)])
     Path(name).write_text(Path(name).read_text().rstrip("\n"))
     report = prepare(DataSettings(name, shard_rows=512), chat_tokenizer, tmp_path / "s")
-    store = PairStore.open(tmp_path / "s")
+    store = ExampleStore.open(tmp_path / "s")
     assert report.pairs_kept == len(store) == 1025
     assert [shard["num_pairs"] for shard in store.manifest["shards"]] == [512, 512, 1]
     assert "q1024?" in chat_tokenizer.decode(store[1024].prompt_ids)
@@ -494,8 +494,8 @@ def test_max_samples_limits_each_file_and_is_part_of_the_fingerprint(
     report = prepare(limited, chat_tokenizer, tmp_path / "store")
     assert [file.rows for file in report.files] == [2, 2]
     assert report.pairs_kept == 4
-    store = PairStore.open(tmp_path / "store")
-    texts = [chat_tokenizer.decode(store[number].chosen_ids, skip_special_tokens=True) for number in range(4)]
+    store = ExampleStore.open(tmp_path / "store")
+    texts = [chat_tokenizer.decode(store[number].chosen.ids, skip_special_tokens=True) for number in range(4)]
     assert [text[-1] for text in texts] == ["0", "1", "5", "4"]
     fingerprints = {store_fingerprint(replace(limited, max_samples=n), chat_tokenizer) for n in (None, 2, 3)}
     assert len(fingerprints) == 3
@@ -511,7 +511,7 @@ def test_the_system_prompt_is_that_of_rows_without_one(
     written = DataSettings(write_rows({**plain, "system": "Be brief."}, given, name="written.jsonl"), template=template)
     for name, settings in (("default", default), ("written", written)):
         prepare(settings, chat_tokenizer, tmp_path / name)
-    assert PairStore.open(tmp_path / "default").digest == PairStore.open(tmp_path / "written").digest
+    assert ExampleStore.open(tmp_path / "default").digest == ExampleStore.open(tmp_path / "written").digest
     assert store_fingerprint(default, chat_tokenizer) != store_fingerprint(
         replace(default, system_prompt=None), chat_tokenizer
     )

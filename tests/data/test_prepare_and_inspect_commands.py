@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from thresher.cli import app
 from thresher.cli.inspect import render_side
-from thresher.data.pair import Pair
-from thresher.data.store.reader import PairStore
+from thresher.data.example import Example
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 
 
@@ -146,7 +146,7 @@ def test_prepare_reads_its_settings_from_a_config(
         f"pretrain: {model_dir}\nactor_train:\n  data_args:\n    file_name: {write_rows(*ROWS)}\n    template: auto\n"
     )
     run("prepare", "--config", config, "--output", tmp_path / "s", "actor_train.data_args.template=raw")
-    assert PairStore.open(tmp_path / "s").manifest["template"] == "raw"
+    assert ExampleStore.open(tmp_path / "s").manifest["template"] == "raw"
     with pytest.raises(UserError, match="has no section `validation`"):
         run("prepare", "--config", config, "--output", tmp_path / "v", "--validation")
 
@@ -326,11 +326,11 @@ def test_inspect_refuses_another_tokenizer(
 def test_inspect_colours_scored_tokens() -> None:
     tokenizer = make_tokenizer()
     ids = [np.asarray(tokenizer(text, add_special_tokens=False).input_ids, np.int32) for text in ("Q", "abc", "z")]
-    pair = Pair(*ids, chosen_mask=np.asarray([True, False, True]))
-    text = render_side(pair, "chosen", tokenizer, ids=False)
+    pair = Example.pair(*ids, chosen_mask=np.asarray([True, False, True]))
+    text = render_side(pair, 0, tokenizer, "green", ids=False)
     spans = [(text.plain[span.start : span.end], span.style) for span in text.spans]
     assert spans == [("Q", "dim"), ("a", "green"), ("b", "bright_black"), ("c", "green")]
-    assert render_side(pair, "rejected", tokenizer, ids=False).spans[-1].style == "red"
+    assert render_side(pair, 1, tokenizer, "red", ids=False).spans[-1].style == "red"
 
 
 def test_the_commands_import_nothing_heavy() -> None:
@@ -338,3 +338,27 @@ def test_the_commands_import_nothing_heavy() -> None:
     code = f"import sys, thresher.cli.prepare, thresher.cli.inspect; print({heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_inspect_shows_each_response_with_its_label_or_score(
+    tmp_path: Path, model_dir: str, write_rows: Any, terminal_output: Any
+) -> None:
+    labels = [{"prompt": "q", "completion": text, "label": text == "yes"} for text in ("yes", "no")]
+    lists = {"prompt": "q", "responses": ["a", "b", "c"], "scores": [1, 2.5, 2.5]}
+    run("prepare", write_rows(*labels), "--model", model_dir, "--output", tmp_path / "labels")
+    run("prepare", write_rows(lists), "--model", model_dir, "--output", tmp_path / "lists")
+    run("prepare", write_rows(*labels), "--model", model_dir, "--output", tmp_path / "pairs", "--join-labelled")
+    assert "2 labelled responses in 1 shards" in run("inspect", tmp_path / "labels")
+    assert "1 lists in 1 shards" in run("inspect", tmp_path / "lists")
+    assert "1 pairs in 1 shards" in run("inspect", tmp_path / "pairs")
+    for number, name in enumerate(("desirable: ", "undesirable: ")):
+        shown = run("inspect", tmp_path / "labels", "--model", model_dir, "--pair", f"{number}")
+        assert f"labelled response {number}: weight 1" in shown
+        assert any(line.startswith(name) for line in shown.splitlines()), shown
+    shown = run("inspect", tmp_path / "lists", "--model", model_dir, "--pair", "0")
+    assert [line[: len("response 1, score 2.5")] for line in shown.splitlines() if line.startswith("response")] == [
+        "response 1, score 2.5",
+        "response 2, score 2.5",
+        "response 3, score 1: ",
+    ]
+    assert "[[c<|im_end|>]]" in shown

@@ -16,7 +16,7 @@ from tests.support.forks import python
 from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare.prepare import PrepareProgress, prepare
 from thresher.data.settings import DataSettings
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.data.store.writer import Staging
 from thresher.errors import UserError
 
@@ -59,7 +59,7 @@ def test_a_killed_preparation_gives_the_same_bytes_and_repeats_few_blocks(tmp_pa
     uninterrupted = kill_and_finish(tmp_path / "uninterrupted", tmp_path / "uninterrupted.log", "local:1", files, [])
     killed = kill_and_finish(tmp_path / "killed", tmp_path / "killed.log", "local:1", files, [3, 1])
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "uninterrupted")
-    assert len(PairStore.open(tmp_path / "uninterrupted").manifest["shards"]) > 4
+    assert len(ExampleStore.open(tmp_path / "uninterrupted").manifest["shards"]) > 4
     quarantined = [(tmp_path / f"{name}.quarantine.jsonl").read_bytes() for name in ("uninterrupted", "killed")]
     assert quarantined[0] == quarantined[1]
     assert [json.loads(line)["number"] for line in quarantined[0].splitlines()] == [601] * 3
@@ -74,7 +74,9 @@ def test_a_kill_while_a_resumed_shard_is_copied_does_not_change_the_bytes(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """A crash during `StoreWriter._copy_torn_shard` leaves the torn shard intact and a partial copy of it."""
-    settings = DataSettings(write_files(write_rows, rows_per_file=2000), on_bad_row="skip", shard_rows=4000)
+    settings = DataSettings(
+        write_files(write_rows, rows_per_file=2000), on_bad_row="skip", join_labelled=True, shard_rows=4000
+    )
     prepare(settings, chat_tokenizer, tmp_path / "uninterrupted")
     stop_after(2, settings, chat_tokenizer, tmp_path / "s", pairs_per_checkpoint=1000)
     (shard,) = (tmp_path / ".s.partial" / "content" / "shards").iterdir()
@@ -87,7 +89,7 @@ def test_a_kill_while_a_resumed_shard_is_copied_does_not_change_the_bytes(
 def test_damaged_staged_work_is_discarded(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    settings = DataSettings(write_files(write_rows), join_labelled=True, on_bad_row="skip", shard_rows=SHARD_ROWS)
     prepare(settings, chat_tokenizer, tmp_path / "uninterrupted")
     stop_after(2, settings, chat_tokenizer, tmp_path / "s")
     (tmp_path / ".s.partial" / "content" / "shards" / "00000.arrow").write_bytes(b"torn")
@@ -105,7 +107,7 @@ def test_columns_that_only_finished_shards_use_are_kept(
     prepare(settings, chat_tokenizer, tmp_path / "uninterrupted")
     stop_after(2, settings, chat_tokenizer, tmp_path / "s")
     prepare(settings, chat_tokenizer, tmp_path / "s")
-    assert PairStore.open(tmp_path / "s").manifest["columns_in_use"] == ["weight"]
+    assert ExampleStore.open(tmp_path / "s").manifest["columns_in_use"] == ["weight"]
     assert files_of(tmp_path / "s") == files_of(tmp_path / "uninterrupted")
 
 
@@ -147,7 +149,7 @@ def first_progress(settings: DataSettings, tokenizer: Any, output: Path) -> int:
 def test_staged_work_with_other_settings_is_discarded(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast, change: dict[str, Any]
 ) -> None:
-    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    settings = DataSettings(write_files(write_rows), join_labelled=True, on_bad_row="skip", shard_rows=SHARD_ROWS)
     stop_after(2, settings, chat_tokenizer, tmp_path / "s")
     assert (tmp_path / ".s.partial" / "progress.json").is_file()
     changed = replace(settings, **change)
@@ -160,7 +162,7 @@ def test_staged_work_with_other_settings_is_discarded(
 def test_other_rows_or_another_tokenizer_restart_and_the_same_resume(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    settings = DataSettings(write_files(write_rows), join_labelled=True, on_bad_row="skip", shard_rows=SHARD_ROWS)
     stop_after(2, settings, chat_tokenizer, tmp_path / "s")
     assert first_progress(settings, chat_tokenizer, tmp_path / "s") > 600
 
@@ -178,7 +180,7 @@ def test_other_rows_or_another_tokenizer_restart_and_the_same_resume(
 def test_an_old_store_is_intact_until_the_new_one_is_complete(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    settings = DataSettings(write_files(write_rows), on_bad_row="skip", shard_rows=SHARD_ROWS)
+    settings = DataSettings(write_files(write_rows), join_labelled=True, on_bad_row="skip", shard_rows=SHARD_ROWS)
     prepare(settings, chat_tokenizer, tmp_path / "s")
     before = files_of(tmp_path / "s")
 
@@ -192,7 +194,7 @@ def test_an_old_store_is_intact_until_the_new_one_is_complete(
     assert files_of(tmp_path / "s") == before
     prepare(shorter, chat_tokenizer, tmp_path / "s", overwrite=True)
     assert files_of(tmp_path / "s") != before
-    PairStore.open(tmp_path / "s").verify()
+    ExampleStore.open(tmp_path / "s").verify()
 
 
 def test_an_old_store_is_restored_after_a_crash_between_the_two_renames(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_two_processes_cannot_write_the_same_store_at_once(tmp_path: Path) -> No
 def test_a_bad_row_error_leaves_no_staged_work(
     tmp_path: Path, write_rows: Any, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    settings = DataSettings(write_files(write_rows), shard_rows=100)
+    settings = DataSettings(write_files(write_rows), join_labelled=True, shard_rows=100)
     with pytest.raises(UserError, match="line 601"):
         prepare(settings, chat_tokenizer, tmp_path / "s")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -10,7 +10,7 @@ import pytest
 
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.prepare import DataSettings, prepare
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 
 pytestmark = pytest.mark.real
 
@@ -36,7 +36,7 @@ FILES: dict[str, tuple[str, int, int, dict[str, int]]] = {
     ),
     "hh-rlhf-test/helpful-rejection-sampled.test.jsonl.gz": ("transcripts", 2749, 2717, {"identical_sides": 32}),
     "llama-factory/dpo_en_demo.json": ("conversations", 300, 300, {}),
-    "llama-factory/kto_en_demo.json": ("labelled_messages", 300, 1, {"unpaired": 298, "joined": 1}),
+    "llama-factory/kto_en_demo.json": ("labelled_messages", 300, 300, {}),
     "orca-dpo/validation.jsonl": ("openai", 284, 284, {}),
     "rasbt-preference/instruction-data-with-preference.json": ("instruction", 1100, 1094, {"identical_sides": 6}),
     "ultrafeedback-subset/uf_eval_clean.jsonl": ("prompt", 200, 199, {"identical_sides": 1}),
@@ -66,15 +66,15 @@ def test_every_row_of_a_real_file_is_counted(
     assert (report.rows_read, report.pairs_kept) == (rows, kept)
     found = {**report.dropped, "bad": report.bad_rows, "joined": report.rows_joined}
     assert {cause: count for cause, count in found.items() if count} == others
-    assert_valid(PairStore.open(tmp_path / "s"), stories_tokenizer, template)
+    assert_valid(ExampleStore.open(tmp_path / "s"), stories_tokenizer, template)
 
 
-def assert_valid(store: PairStore, tokenizer: Any, template: str) -> None:
+def assert_valid(store: ExampleStore, tokenizer: Any, template: str) -> None:
     """Check the invariants of a pair on a sample."""
     header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False).input_ids[-8:]
     for number in range(0, len(store), max(1, len(store) // 20)):
         pair = store[number]
-        for ids in (pair.chosen_ids, pair.rejected_ids):
+        for ids, _, _ in pair.responses:
             full = np.concatenate([pair.prompt_ids, ids])
             assert full[-1] == tokenizer.eos_token_id
             # <s> is both BOS and EOS: plain text has it at both ends, this ChatML template only at the end
@@ -88,12 +88,12 @@ def test_the_first_pair_of_the_rasbt_file_decodes_to_the_expected_text(
 ) -> None:
     file = shared_data / "rasbt-preference" / "instruction-data-with-preference.json"
     prepare(DataSettings(str(file), CHATML), stories_tokenizer, tmp_path / "s")
-    pair = PairStore.open(tmp_path / "s")[0]
+    pair = ExampleStore.open(tmp_path / "s")[0]
     instruction = "Evaluate the following phrase by transforming it into the spelling given.\n\nfreind --> friend"
     assert stories_tokenizer.decode(pair.prompt_ids) == (
         f"<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert stories_tokenizer.decode(pair.chosen_ids) == (
+    assert stories_tokenizer.decode(pair.chosen.ids) == (
         'The spelling of the given phrase "freind" is incorrect, the correct spelling is "friend".<|im_end|>\n<s>'
     )
 
@@ -108,8 +108,8 @@ def test_a_raw_transcript_equals_the_text_of_the_file(
     prepare(DataSettings(str(file), "raw", sequence_length=None, on_bad_row="skip"), stories_tokenizer, tmp_path / "s")
     with gzip.open(file, "rt", encoding="utf-8") as stream:
         first = json.loads(next(stream))
-    pair = PairStore.open(tmp_path / "s")[0]
-    for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
+    pair = ExampleStore.open(tmp_path / "s")[0]
+    for side, ids in (("chosen", pair.chosen.ids), ("rejected", pair.rejected.ids)):
         expected = [*stories_tokenizer(first[side]).input_ids, stories_tokenizer.eos_token_id]
         assert [*pair.prompt_ids.tolist(), *ids.tolist()] == expected
 
@@ -118,5 +118,5 @@ def test_the_ultrafeedback_splits_share_no_pair(shared_data: Path, stories_token
     for split in ("train", "eval"):
         file = shared_data / "ultrafeedback-subset" / f"uf_{split}_clean.jsonl"
         prepare(DataSettings(str(file), "raw", sequence_length=None), stories_tokenizer, tmp_path / split)
-    pairs, _ = find_leaks(PairStore.open(tmp_path / "eval"), PairStore.open(tmp_path / "train"))
+    pairs, _ = find_leaks(ExampleStore.open(tmp_path / "eval"), ExampleStore.open(tmp_path / "train"))
     assert pairs.count == 0

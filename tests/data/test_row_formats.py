@@ -81,7 +81,7 @@ GOOD, BAD = [assistant("Because.")], [assistant("No.")]
 def test_every_format_gives_the_same_pair(name: str, row: dict[str, Any]) -> None:
     assert detect_format(row, {}, "here").name == name
     pair = read(row)
-    assert (pair.prompt, pair.chosen, pair.rejected) == (PROMPT, GOOD, BAD)
+    assert (pair.prompt, *pair.responses) == (PROMPT, GOOD, BAD)
 
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -113,7 +113,7 @@ HISTORY = [user("Hi"), assistant("Hello")]
 )
 def test_turns_that_both_the_prompt_and_the_conversations_contain_occur_once(prompt, start, expected) -> None:
     pair = read({"prompt": prompt, "chosen": start + GOOD, "rejected": start + BAD})
-    assert (pair.prompt, pair.chosen, pair.rejected) == (expected, GOOD, BAD)
+    assert (pair.prompt, *pair.responses) == (expected, GOOD, BAD)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,9 @@ def test_text_in_a_column_of_messages_is_a_bad_row(column) -> None:
         read({column: "hello", "chosen": "Because.", "rejected": "No."})
 
 
-@pytest.mark.parametrize("output", [["Because."], ["Because.", "No.", "Never."]])
-def test_a_ranked_output_has_two_answers(output) -> None:
+def test_a_ranked_output_has_two_answers() -> None:
     with pytest.raises(BadRowError, match=r"`output` must be a list of \[chosen, rejected\]"):
-        read({"instruction": "Why?", "output": output})
+        read({"instruction": "Why?", "output": ["Because."]})
 
 
 @pytest.mark.parametrize(
@@ -187,19 +186,20 @@ def test_system_tools_margin_and_weight_are_read() -> None:
 def test_columns_named_by_the_user_replace_standard_columns() -> None:
     row = {"question": "Why?", "prompt": "x", "better": "Because.", "worse": "No.", "chosen": "y", "rejected": "z"}
     pair = read(row, prompt="question", chosen="better", rejected="worse")
-    assert (pair.prompt, pair.chosen, pair.rejected) == (PROMPT, GOOD, BAD)
+    assert (pair.prompt, *pair.responses) == (PROMPT, GOOD, BAD)
 
 
 def test_thinking_and_tool_calls_stay_in_their_messages() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "name": None}
     pair = read({"prompt": "Why?", "chosen": [call], "rejected": [{**GOOD[0], "thinking": "hm"}]})
-    assert pair.chosen == [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
-    assert pair.rejected == [{**GOOD[0], "thinking": "hm"}]
+    assert pair.responses[0] == [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+    assert pair.responses[1] == [{**GOOD[0], "thinking": "hm"}]
 
 
 def test_text_parts_of_a_message_are_concatenated() -> None:
     parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
-    assert read({"prompt": PROMPT, "chosen": [{"role": "assistant", "content": parts}], "rejected": BAD}).chosen == GOOD
+    row = read({"prompt": PROMPT, "chosen": [{"role": "assistant", "content": parts}], "rejected": BAD})
+    assert row.responses[0] == GOOD
 
 
 def test_history_precedes_the_instruction() -> None:
@@ -224,26 +224,26 @@ def test_a_transcript_keeps_its_text_and_splits_at_the_first_answer_that_differs
     pair = read({"chosen": f"{start} Because.", "rejected": f"{start} No.\n\nHuman: oh\n\nAssistant: Yes."})
     assert pair.plain is not None
     assert pair.plain.prompt == start
-    assert pair.plain.chosen == (TextSegment(" Because."),)
-    assert pair.plain.rejected == (
+    assert pair.plain.responses[0] == (TextSegment(" Because."),)
+    assert pair.plain.responses[1] == (
         TextSegment(" No."),
         TextSegment("\n\nHuman:", scored=False),
         TextSegment(" oh", scored=False),
         TextSegment("\n\nAssistant:", scored=False),
         TextSegment(" Yes."),
     )
-    assert pair.rejected == [assistant("No."), user("oh"), assistant("Yes.")]
+    assert pair.responses[1] == [assistant("No."), user("oh"), assistant("Yes.")]
 
 
 def test_consecutive_turns_of_one_speaker_become_one_message() -> None:
     start = "\n\nHuman: Why?\n\nAssistant:"
     pair = read({"chosen": f"{start} Because.\n\nAssistant: Really.", "rejected": f"{start} No."})
-    assert pair.chosen == [assistant("Because.\n\nReally.")]
+    assert pair.responses[0] == [assistant("Because.\n\nReally.")]
 
 
 def test_equal_conversations_still_have_a_response() -> None:
     pair = read({"chosen": PROMPT + GOOD, "rejected": PROMPT + GOOD})
-    assert (pair.prompt, pair.chosen, pair.rejected) == (PROMPT, GOOD, GOOD)
+    assert (pair.prompt, *pair.responses) == (PROMPT, GOOD, GOOD)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,6 @@ def test_labelled_messages_split_before_the_last_answer() -> None:
     [
         ([{"rank": 0, "completion": GOOD}], r"two completions with different ranks, got ranks \[0\]"),
         ([{"rank": 1, "completion": GOOD}, {"rank": 1, "completion": BAD}], r"got ranks \[1, 1\]"),
-        ([{"rank": 0, "completion": GOOD}, {"rank": 1, "completion": BAD}, {"rank": 2, "completion": BAD}], "two"),
         (["No."], "a list of objects with `rank` and `completion`"),
         ([{"rank": 0, "completion": GOOD}, {"rank": 1}], "`rejected` must be text or messages, got "),
     ],

@@ -119,7 +119,7 @@ def results(num_blocks: int, rows: int = 512) -> Iterator[BlockResult]:
     columns = [
         ids.cast(field.type) if number < 3 else pa.nulls(rows, field.type) for number, field in enumerate(empty.schema)
     ]
-    pairs = pa.RecordBatch.from_arrays(columns, names=empty.schema.names)
+    pairs = pa.RecordBatch.from_arrays(columns, schema=empty.schema)
     for _ in range(num_blocks):
         keys, swapped = rng.integers(0, 2**63, (2, rows), dtype=np.uint64)
         bad = [BadRow("a", "line", n, f"reason {rng.integers(1 << 62)}", "") for n in range(8)]

@@ -13,17 +13,17 @@ from tests.data.test_pair_store import assert_equal, write_store
 from tests.support.compared_runs import merge
 from tests.support.small_runs import make_base, open_small_inputs
 from thresher.config import parse_config
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.prepare import prepare
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 
 
-def pairs_of_prompts(num_prompts: int, pairs_per_prompt: int = 3) -> list[Pair]:
+def pairs_of_prompts(num_prompts: int, pairs_per_prompt: int = 3) -> list[Example]:
     """Pairs of one-token prompts; the length of the chosen side differs with the prompt."""
     return [
-        Pair(
+        Example.pair(
             np.array([prompt], np.int32),
             np.full(1 + prompt % 7, number, np.int32),
             np.array([99, 98], np.int32),
@@ -34,7 +34,7 @@ def pairs_of_prompts(num_prompts: int, pairs_per_prompt: int = 3) -> list[Pair]:
     ]
 
 
-def prompts_of(store: PairStore) -> list[int]:
+def prompts_of(store: ExampleStore) -> list[int]:
     return [int(store[number].prompt_ids[0]) for number in range(len(store))]
 
 

@@ -18,7 +18,7 @@ from thresher.config import parse_config
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store import cache as store_cache
 from thresher.data.store.cache import StoreCache, list_stores
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 
 ROWS = [{"prompt": f"{word}? ", "chosen": "good and long", "rejected": f"bad {word}"} for word in ("one", "two", "six")]
@@ -33,7 +33,7 @@ class Runs:
         self.file_name = file_name
         self.prepared: list[str] = []
 
-    def open(self, name: str, tokenizer: Any = None, **settings: Any) -> PairStore:
+    def open(self, name: str, tokenizer: Any = None, **settings: Any) -> ExampleStore:
         data = {"file_name": self.file_name, "template": "raw"}
         top = {key: settings.pop(key) for key in ("sequence_length", "cache_dir") if key in settings}
         values = {"output_dir": str(self.directory / name), "actor_train": {"data_args": data | settings}, **top}
@@ -55,7 +55,7 @@ def entry_of(reference_cache: Path) -> Path:
     return entry
 
 
-def content(store: PairStore) -> dict[str, bytes]:
+def content(store: ExampleStore) -> dict[str, bytes]:
     return {name: (store.path / name).read_bytes() for name in store.file_names}
 
 

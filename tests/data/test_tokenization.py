@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import make_tokenizer
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.tokenization.chat_template import find_template_file, load_template, render
 from thresher.data.tokenization.control_tokens import ControlTokens, PlaceholderTokenizer
-from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow, needed_length, pair_length, truncate
+from thresher.data.tokenization.tokenizer import RowTokenizer, TokenizedRow, example_length, needed_length, truncate
 from thresher.errors import UserError
 
 
@@ -31,7 +31,7 @@ def tokenize(columns: dict[str, Any], tokenizer: Any, template: str = "auto", **
     control = ControlTokens(tokenizer, loaded)
     row = row_of(columns)
     rendered = render(row, loaded, tokenizer) if control.find(row) is None else control.render_as_text(row)
-    (result,) = PairTokenizer(tokenizer, loaded, control.placeholders)([rendered])
+    (result,) = RowTokenizer(tokenizer, loaded, control.placeholders)([rendered])
     return result
 
 
@@ -40,21 +40,21 @@ def texts(prompt: str, chosen: str = "yes", rejected: str = "no") -> dict[str, A
 
 
 def test_the_assistant_header_is_not_scored(chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    pair = tokenize(texts("Why?"), chat_tokenizer).pair
+    pair = tokenize(texts("Why?"), chat_tokenizer).example
     assert chat_tokenizer.decode(pair.prompt_ids) == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert chat_tokenizer.decode(pair.chosen_ids) == "yes<|im_end|>"
-    assert chat_tokenizer.decode(pair.rejected_ids) == "no<|im_end|>"
-    assert pair.chosen_mask is None
+    assert chat_tokenizer.decode(pair.chosen.ids) == "yes<|im_end|>"
+    assert chat_tokenizer.decode(pair.rejected.ids) == "no<|im_end|>"
+    assert pair.chosen.mask is None
 
 
 def test_bos_is_not_repeated_when_template_and_tokenizer_both_write_it(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     bos = chat_tokenizer.bos_token_id
     assert chat_tokenizer("a").input_ids[0] == bos
     for template in ("auto", "raw"):
-        ids = tokenize(texts("Why?"), chat_tokenizer, template).pair.prompt_ids.tolist()
+        ids = tokenize(texts("Why?"), chat_tokenizer, template).example.prompt_ids.tolist()
         assert ids[0] == bos
         assert ids.count(bos) == 1
-    repeated = tokenize(texts("<s>Why?"), chat_tokenizer, "raw").pair.prompt_ids.tolist()
+    repeated = tokenize(texts("<s>Why?"), chat_tokenizer, "raw").example.prompt_ids.tolist()
     assert repeated.count(bos) == 1
 
 
@@ -64,7 +64,7 @@ def test_a_template_that_repeats_bos_gives_one(
 ) -> None:
     file = tmp_path / "repeated.jinja"
     file.write_text("{{ bos_token }}" * times + "{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    ids = tokenize(texts("Why?"), chat_tokenizer, str(file)).pair.prompt_ids.tolist()
+    ids = tokenize(texts("Why?"), chat_tokenizer, str(file)).example.prompt_ids.tolist()
     assert ids.count(chat_tokenizer.bos_token_id) == 1
     assert ids[0] == chat_tokenizer.bos_token_id
 
@@ -72,7 +72,7 @@ def test_a_template_that_repeats_bos_gives_one(
 def test_the_prompt_equals_the_generation_prompt_of_the_chat_template(
     chat_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    pair = tokenize(texts("Why?"), chat_tokenizer).pair
+    pair = tokenize(texts("Why?"), chat_tokenizer).example
     expected = chat_tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], add_generation_prompt=True)
     assert pair.prompt_ids.tolist() == expected["input_ids"]
 
@@ -80,43 +80,43 @@ def test_the_prompt_equals_the_generation_prompt_of_the_chat_template(
 @pytest.mark.parametrize("template", ["auto", "raw"])
 @pytest.mark.parametrize("ending", ["", "<|im_end|>", "<|im_end|>\n", "<|im_end|><|im_end|> "])
 def test_a_response_ends_with_one_eos(chat_tokenizer: PreTrainedTokenizerFast, template: str, ending: str) -> None:
-    pair = tokenize(texts("Why?", f"yes{ending}"), chat_tokenizer, template).pair
+    pair = tokenize(texts("Why?", f"yes{ending}"), chat_tokenizer, template).example
     eos = chat_tokenizer.eos_token_id
-    assert pair.rejected_ids.tolist().count(eos) == 1
-    assert pair.chosen_ids[-1] == eos
+    assert pair.rejected.ids.tolist().count(eos) == 1
+    assert pair.chosen.ids[-1] == eos
     if template == "raw":
-        assert pair.chosen_ids.tolist().count(eos) == 1
+        assert pair.chosen.ids.tolist().count(eos) == 1
 
 
 def test_eos_is_added_where_the_template_ends_turns_with_another_token() -> None:
     tokenizer = make_tokenizer(eos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
-    assert tokenizer.decode(tokenize(texts("Why?"), tokenizer).pair.chosen_ids) == "yes<|im_end|></s>"
+    assert tokenizer.decode(tokenize(texts("Why?"), tokenizer).example.chosen.ids) == "yes<|im_end|></s>"
 
 
 def test_bos_that_is_also_eos_is_kept_at_both_ends() -> None:
     tokenizer = make_tokenizer(eos_token="<s>")
-    pair = tokenize(texts("Why?", " yes", " no"), tokenizer, "raw").pair
+    pair = tokenize(texts("Why?", " yes", " no"), tokenizer, "raw").example
     assert tokenizer.decode(pair.prompt_ids) == "<s>Why?"
-    assert tokenizer.decode(pair.chosen_ids) == " yes<s>"
+    assert tokenizer.decode(pair.chosen.ids) == " yes<s>"
 
 
 def test_raw_texts_are_joined_without_a_separator(chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    pair = tokenize(texts("Once upon", " a time", " a mat"), chat_tokenizer, "raw").pair
-    assert chat_tokenizer.decode([*pair.prompt_ids, *pair.chosen_ids]) == "<s>Once upon a time<|im_end|>"
+    pair = tokenize(texts("Once upon", " a time", " a mat"), chat_tokenizer, "raw").example
+    assert chat_tokenizer.decode([*pair.prompt_ids, *pair.chosen.ids]) == "<s>Once upon a time<|im_end|>"
 
 
 def test_raw_messages_are_joined_by_blank_lines(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     columns = {"instruction": "Correct it.", "input": "freind", "system": "Be kind.", "chosen": "a", "rejected": "b"}
-    pair = tokenize(columns, chat_tokenizer, "raw").pair
+    pair = tokenize(columns, chat_tokenizer, "raw").example
     assert chat_tokenizer.decode(pair.prompt_ids) == "<s>Be kind.\n\nCorrect it.\n\nfreind\n\n"
 
 
 def test_a_raw_transcript_keeps_its_text(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     start = "\n\nHuman: hi\n\nAssistant:"
-    pair = tokenize({"chosen": f"{start} yes", "rejected": f"{start} no"}, chat_tokenizer, "raw").pair
+    pair = tokenize({"chosen": f"{start} yes", "rejected": f"{start} no"}, chat_tokenizer, "raw").example
     assert chat_tokenizer.decode(pair.prompt_ids) == f"<s>{start}"
-    assert chat_tokenizer.decode(pair.chosen_ids) == " yes<|im_end|>"
+    assert chat_tokenizer.decode(pair.chosen.ids) == " yes<|im_end|>"
 
 
 def test_a_split_inside_a_merged_token_moves_back_and_is_reported() -> None:
@@ -124,9 +124,9 @@ def test_a_split_inside_a_merged_token_moves_back_and_is_reported() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     moved = tokenize(texts("ab", "ca", "aa"), tokenizer, "raw")
     assert moved.split_moved
-    assert moved.pair.prompt_ids.tolist() == [0]
-    assert moved.pair.chosen_ids.tolist() == [3, 0, 4]
-    assert moved.pair.rejected_ids.tolist() == [1, 0, 0, 4]
+    assert moved.example.prompt_ids.tolist() == [0]
+    assert moved.example.chosen.ids.tolist() == [3, 0, 4]
+    assert moved.example.rejected.ids.tolist() == [1, 0, 0, 4]
     assert not tokenize(texts("ab", "aa", "a"), tokenizer, "raw").split_moved
 
 
@@ -138,11 +138,11 @@ def test_only_assistant_turns_of_a_long_response_are_scored(chat_tokenizer: PreT
             {"prompt": [{"role": "user", "content": "Why?"}], "chosen": chosen, "rejected": "no"},
             chat_tokenizer,
             template,
-        ).pair
-        assert pair.chosen_mask is not None
-        assert len(pair.chosen_mask) == len(pair.chosen_ids)
-        assert chat_tokenizer.decode(pair.chosen_ids[pair.chosen_mask]) == scored
-        assert pair.rejected_mask is None
+        ).example
+        assert pair.chosen.mask is not None
+        assert len(pair.chosen.mask) == len(pair.chosen.ids)
+        assert chat_tokenizer.decode(pair.chosen.ids[pair.chosen.mask]) == scored
+        assert pair.rejected.mask is None
 
 
 def test_a_token_that_merges_the_end_of_a_header_with_a_turn_is_scored() -> None:
@@ -156,8 +156,9 @@ def test_a_token_that_merges_the_end_of_a_header_with_a_turn_is_scored() -> None
     )
     turns = [("assistant", "b"), ("user", "b"), ("assistant", "ab")]
     chosen = [{"role": role, "content": content} for role, content in turns]
-    pair = tokenize({"prompt": [{"role": "user", "content": "q"}], "chosen": chosen, "rejected": "b"}, tokenizer).pair
-    scored = tokenizer.convert_ids_to_tokens(pair.chosen_ids[pair.chosen_mask])
+    row = {"prompt": [{"role": "user", "content": "q"}], "chosen": chosen, "rejected": "b"}
+    pair = tokenize(row, tokenizer).example
+    scored = tokenizer.convert_ids_to_tokens(pair.chosen.ids[pair.chosen.mask])
     assert scored == ["b", "\n", " a", "b", "\n", "</s>"]
 
 
@@ -166,23 +167,23 @@ def test_only_assistant_turns_of_a_raw_transcript_are_scored(
 ) -> None:
     start = "\n\nHuman: hi\n\nAssistant:"
     columns = {"chosen": f"{start} yes\n\nHuman: oh\n\nAssistant: good", "rejected": f"{start} no"}
-    pair = tokenize(columns, chat_tokenizer, "raw").pair
-    assert chat_tokenizer.decode(pair.chosen_ids[pair.chosen_mask]) == " yes good<|im_end|>"
-    assert chat_tokenizer.decode(pair.chosen_ids) == " yes\n\nHuman: oh\n\nAssistant: good<|im_end|>"
+    pair = tokenize(columns, chat_tokenizer, "raw").example
+    assert chat_tokenizer.decode(pair.chosen.ids[pair.chosen.mask]) == " yes good<|im_end|>"
+    assert chat_tokenizer.decode(pair.chosen.ids) == " yes\n\nHuman: oh\n\nAssistant: good<|im_end|>"
 
 
 def test_tools_and_thinking_reach_the_template(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     columns = texts("Why?", [{"role": "assistant", "content": "yes", "thinking": "hm"}])
-    pair = tokenize({**columns, "tools": [{"name": "now"}]}, chat_tokenizer).pair
+    pair = tokenize({**columns, "tools": [{"name": "now"}]}, chat_tokenizer).example
     assert '[{"name": "now"}]' in chat_tokenizer.decode(pair.prompt_ids)
-    assert chat_tokenizer.decode(pair.chosen_ids) == "<think>hm</think>yes<|im_end|>"
+    assert chat_tokenizer.decode(pair.chosen.ids) == "<think>hm</think>yes<|im_end|>"
 
 
 def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     file = tmp_path / "t.jinja"
     file.write_text("{{ mood }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    pair = tokenize(texts("Why?"), tokenizer, str(file), mood="good").pair
+    pair = tokenize(texts("Why?"), tokenizer, str(file), mood="good").example
     assert tokenizer.decode(pair.prompt_ids) == "goodWhy?"
 
 
@@ -212,7 +213,7 @@ def test_an_answer_that_begins_like_the_think_block_keeps_its_characters(tmp_pat
     turns = [("assistant", "<td>"), ("user", "oh"), ("assistant", "<table>")]
     chosen = [{"role": role, "content": content} for role, content in turns]
     prompt = [{"role": "user", "content": "Why?"}]
-    side = render(row_of({"prompt": prompt, "chosen": chosen, "rejected": "<tr>"}), template, tokenizer).chosen
+    side = render(row_of({"prompt": prompt, "chosen": chosen, "rejected": "<tr>"}), template, tokenizer).responses[0]
     assert [side.text[begin:end] for begin, end in side.scored_spans or ()] == ["<td><|im_end|>", "<table><|im_end|>"]
 
 
@@ -230,7 +231,7 @@ def test_a_template_that_drops_the_answers_gives_empty_responses(tmp_path: Path)
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages[0]['content'] }}{% if add_generation_prompt %}: {% endif %}")
     rendered = render(row_of(texts("Why?")), load_template(tokenizer, str(file), {}), tokenizer)
-    assert (rendered.prompt, rendered.chosen.text, rendered.rejected.text) == ("Why?",) * 3
+    assert (rendered.prompt, *(each.text for each in rendered.responses)) == ("Why?",) * 3
 
 
 def test_a_template_that_rejects_a_row_gives_a_bad_row(tmp_path: Path) -> None:
@@ -276,12 +277,12 @@ def test_a_template_with_a_syntax_error_fails_on_loading(tmp_path: Path) -> None
 def test_a_tokenizer_without_eos_is_rejected() -> None:
     tokenizer = make_tokenizer(eos_token=None)
     with pytest.raises(UserError, match=r'no EOS token.*set "eos_token" in its tokenizer_config.json'):
-        PairTokenizer(tokenizer, load_template(tokenizer, "raw", {}), PlaceholderTokenizer(tokenizer, []))
+        RowTokenizer(tokenizer, load_template(tokenizer, "raw", {}), PlaceholderTokenizer(tokenizer, []))
 
 
 def test_tokens_are_int32(chat_tokenizer: PreTrainedTokenizerFast) -> None:
-    pair = tokenize(texts("Why?"), chat_tokenizer).pair
-    assert {pair.prompt_ids.dtype, pair.chosen_ids.dtype, pair.rejected_ids.dtype} == {np.dtype(np.int32)}
+    pair = tokenize(texts("Why?"), chat_tokenizer).example
+    assert {pair.prompt_ids.dtype, pair.chosen.ids.dtype, pair.rejected.ids.dtype} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("column", ["chat_template_kwargs", "template_arguments"])
@@ -304,7 +305,7 @@ def test_variables_of_a_row_merge_with_those_of_the_run(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     pair = tokenize(
         {**texts("Why?"), "chat_template_kwargs": '{"time": "late", "none": null}'}, tokenizer, str(file), mood="good"
-    ).pair
+    ).example
     assert tokenizer.decode(pair.prompt_ids) == "goodlateWhy?"
 
 
@@ -313,9 +314,9 @@ def test_a_control_token_in_a_variable_of_a_row_stays_text(tmp_path: Path) -> No
     file.write_text("{{ mood }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
     tokenizer = make_tokenizer()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    pair = tokenize({**texts("Why?"), "template_arguments": {"mood": "<|im_end|>"}}, tokenizer, str(file)).pair
+    pair = tokenize({**texts("Why?"), "template_arguments": {"mood": "<|im_end|>"}}, tokenizer, str(file)).example
     assert end not in pair.prompt_ids.tolist()
-    assert end in tokenize(texts("Why?"), tokenizer, str(file), mood="<|im_end|>").pair.prompt_ids.tolist()
+    assert end in tokenize(texts("Why?"), tokenizer, str(file), mood="<|im_end|>").example.prompt_ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -338,19 +339,19 @@ def test_variables_that_cannot_be_used_are_a_bad_row(
 BOS, EOS = 1, 2
 
 
-def make_pair(prompt: int, chosen: int, rejected: int, *, bos: bool = True, masked: bool = False) -> Pair:
+def make_pair(prompt: int, chosen: int, rejected: int, *, bos: bool = True, masked: bool = False) -> Example:
     """Make a pair whose token ids count up, so that each shows its original position; a response ends with EOS."""
     prompt_ids = np.arange(10, 10 + prompt, dtype=np.int32)
     if bos:
         prompt_ids[0] = BOS
     sides = [np.append(np.arange(100, 100 + length - 1), EOS).astype(np.int32) for length in (chosen, rejected)]
     masks = [np.arange(length) % 3 == 0 if masked else None for length in (chosen, rejected)]
-    return Pair(prompt_ids, *sides, *masks)
+    return Example.pair(prompt_ids, *sides, *masks)
 
 
 def test_a_pair_that_fits_is_unchanged() -> None:
     pair = make_pair(4, 3, 6)
-    assert pair_length(pair) == 10
+    assert example_length(pair) == 10
     for how in ("drop", "prompt_start", "response_end"):
         assert truncate(pair, 10, how, BOS) is pair  # type: ignore[arg-type]
     assert truncate(make_pair(4, 3, 600), None, "drop", BOS) is not None
@@ -364,7 +365,7 @@ def test_prompt_start_removes_the_oldest_tokens_and_keeps_bos() -> None:
     cut = truncate(make_pair(5, 3, 6), 9, "prompt_start", BOS)
     assert cut is not None
     assert cut.prompt_ids.tolist() == [BOS, 13, 14]
-    assert (len(cut.chosen_ids), len(cut.rejected_ids)) == (3, 6)
+    assert (len(cut.chosen.ids), len(cut.rejected.ids)) == (3, 6)
 
 
 def test_prompt_start_without_bos_keeps_the_newest_tokens() -> None:
@@ -381,24 +382,24 @@ def test_prompt_start_drops_a_pair_whose_prompt_would_be_empty() -> None:
 def test_a_truncated_response_has_no_eos() -> None:
     cut = truncate(make_pair(4, 3, 6, masked=True), 8, "response_end", BOS)
     assert cut is not None
-    assert cut.rejected_ids.tolist() == [100, 101, 102, 103]
-    assert cut.chosen_ids.tolist() == [100, 101, EOS]  # it fits, so it keeps its EOS
+    assert cut.rejected.ids.tolist() == [100, 101, 102, 103]
+    assert cut.chosen.ids.tolist() == [100, 101, EOS]  # it fits, so it keeps its EOS
 
 
 def test_masks_are_truncated_with_their_responses() -> None:
     cut = truncate(make_pair(4, 5, 6, masked=True), 8, "response_end", BOS)
     assert cut is not None
-    assert cut.chosen_mask is not None
-    assert cut.rejected_mask is not None
-    assert cut.chosen_ids.tolist() == cut.rejected_ids.tolist() == [100, 101, 102, 103]
-    assert cut.chosen_mask.tolist() == cut.rejected_mask.tolist() == [True, False, False, True]
+    assert cut.chosen.mask is not None
+    assert cut.rejected.mask is not None
+    assert cut.chosen.ids.tolist() == cut.rejected.ids.tolist() == [100, 101, 102, 103]
+    assert cut.chosen.mask.tolist() == cut.rejected.mask.tolist() == [True, False, False, True]
 
 
 def test_response_end_drops_a_pair_without_room_for_a_response() -> None:
     assert truncate(make_pair(6, 3, 6), 6, "response_end", BOS) is None
     cut = truncate(make_pair(6, 3, 6), 7, "response_end", BOS)
     assert cut is not None
-    assert (cut.chosen_ids.tolist(), cut.rejected_ids.tolist()) == ([100], [100])
+    assert (cut.chosen.ids.tolist(), cut.rejected.ids.tolist()) == ([100], [100])
 
 
 lengths = st.integers(1, 20)
@@ -421,7 +422,7 @@ def test_every_truncated_pair_fits_and_keeps_a_prompt_and_responses(
 ) -> None:
     cut = truncate(make_pair(prompt, chosen, rejected, masked=masked), limit, how, BOS)  # type: ignore[arg-type]
     if cut is not None:
-        assert pair_length(cut) <= limit
-        assert min(len(cut.prompt_ids), len(cut.chosen_ids), len(cut.rejected_ids)) >= 1
-        assert cut.chosen_mask is None or len(cut.chosen_mask) == len(cut.chosen_ids)
-        assert cut.rejected_mask is None or len(cut.rejected_mask) == len(cut.rejected_ids)
+        assert example_length(cut) <= limit
+        assert min(len(cut.prompt_ids), len(cut.chosen.ids), len(cut.rejected.ids)) >= 1
+        assert cut.chosen.mask is None or len(cut.chosen.mask) == len(cut.chosen.ids)
+        assert cut.rejected.mask is None or len(cut.rejected.mask) == len(cut.rejected.ids)

@@ -15,7 +15,7 @@ from tests.support.small_tokenizer import make_tokenizer
 from thresher.data.prepare.prepare import prepare
 from thresher.data.rows.parsing import BadRowError, read_tokenized
 from thresher.data.settings import DataSettings
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 
 ROW = {
@@ -34,19 +34,19 @@ def read(**changes: Any) -> Any:
 
 def test_the_prompt_precedes_the_first_scored_token() -> None:
     pair = read()
-    assert (pair.prompt_ids.tolist(), pair.chosen_ids.tolist(), pair.rejected_ids.tolist()) == (
+    assert (pair.prompt_ids.tolist(), pair.chosen.ids.tolist(), pair.rejected.ids.tolist()) == (
         [5, 6],
         [7, 8, 9],
         [10, 11],
     )
-    assert pair.chosen_mask is pair.rejected_mask is None
-    assert pair.chosen_ids.dtype == np.int32
+    assert pair.chosen.mask is pair.rejected.mask is None
+    assert pair.chosen.ids.dtype == np.int32
 
 
 def test_tokens_after_the_last_scored_one_are_removed() -> None:
     """Padding, and what a template writes after the answer, change no logp of a causal model."""
     padded = read(chosen_input_ids=[5, 6, 7, 8, 9, 0, 0], chosen_loss_mask=[0, 0, 1, 1, 1, 0, 0])
-    assert padded.chosen_ids.tolist() == [7, 8, 9]
+    assert padded.chosen.ids.tolist() == [7, 8, 9]
 
 
 def test_tokens_that_are_not_attended_to_are_removed() -> None:
@@ -56,18 +56,18 @@ def test_tokens_that_are_not_attended_to_are_removed() -> None:
         "chosen_attention_mask": [0, 0, 1, 1, 1],
     }
     pair = read(**left)
-    assert (pair.prompt_ids.tolist(), pair.chosen_ids.tolist()) == ([5, 6], [7])
+    assert (pair.prompt_ids.tolist(), pair.chosen.ids.tolist()) == ([5, 6], [7])
 
 
 def test_a_gap_in_the_loss_mask_is_kept_as_a_mask() -> None:
     pair = read(chosen_loss_mask=[0, 0, 1, 0, 1])
-    assert pair.chosen_mask.tolist() == [True, False, True]
+    assert pair.chosen.mask.tolist() == [True, False, True]
 
 
 def test_the_first_token_is_not_scored_because_nothing_predicts_it() -> None:
     """As in ColossalChat, whose loss uses the mask from the second token on."""
     pair = read(chosen_loss_mask=[1] * 5, rejected_loss_mask=[1] * 4)
-    assert (pair.prompt_ids.tolist(), pair.chosen_ids.tolist()) == ([5], [6, 7, 8, 9])
+    assert (pair.prompt_ids.tolist(), pair.chosen.ids.tolist()) == ([5], [6, 7, 8, 9])
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_directory_of_arrow_parts_and_json_lines_give_the_same_pairs(
     for name, source in (("a", str(tmp_path / "arrow")), ("b", write_rows(*rows))):
         report = prepare(DataSettings(source, template="raw"), chat_tokenizer, tmp_path / name)
         assert (report.rows_read, report.pairs_kept) == (5, 5)
-        stores.append(PairStore.open(tmp_path / name))
+        stores.append(ExampleStore.open(tmp_path / name))
     assert stores[0].digest == stores[1].digest
-    assert [int(stores[0][number].chosen_ids[-1]) for number in range(5)] == [20, 21, 22, 23, 24]
+    assert [int(stores[0][number].chosen.ids[-1]) for number in range(5)] == [20, 21, 22, 23, 24]
     assert [stores[0][number].margin for number in range(5)] == [0, 1, 2, 3, 4]
     unread = {name for file in report.files for name in file.unused_columns}
     assert unread == {"chosen_label_decode", "rejected_label_decode"}
@@ -116,7 +116,7 @@ def test_rows_of_token_ids_need_no_chat_template(tmp_path: Path, write_rows: Wri
     assert tokenizer.chat_template is None
     for name, template in (("auto", "auto"), ("raw", "raw")):
         prepare(DataSettings(source, template=template), tokenizer, tmp_path / name)
-    assert PairStore.open(tmp_path / "auto").digest == PairStore.open(tmp_path / "raw").digest
+    assert ExampleStore.open(tmp_path / "auto").digest == ExampleStore.open(tmp_path / "raw").digest
     text = write_rows({"prompt": "Why?", "chosen": "yes", "rejected": "no"}, name="text.jsonl")
     with pytest.raises(UserError, match=r"the tokenizer has no chat template; use actor_train.data_args.template=raw"):
         prepare(DataSettings([source, text]), tokenizer, tmp_path / "both")
@@ -138,4 +138,4 @@ def test_long_rows_are_truncated_and_empty_values_are_bad(
     settings = DataSettings(source, template="raw", sequence_length=4, truncation="response_end", on_bad_row="skip")
     report = prepare(settings, chat_tokenizer, tmp_path / "store")
     assert (report.pairs_kept, report.truncated) == (1, {"response_end": 1})
-    assert PairStore.open(tmp_path / "store")[0].chosen_ids.tolist() == [7, 8]
+    assert ExampleStore.open(tmp_path / "store")[0].chosen.ids.tolist() == [7, 8]

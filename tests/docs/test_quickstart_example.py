@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.prepare import prepare
 from thresher.data.settings import DataSettings
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 
 EXAMPLE = ROOT / "examples" / "quickstart"
 MAKE = runpy.run_path(str(EXAMPLE / "make_tiny_model.py"))
@@ -26,7 +26,7 @@ def test_the_pairs_are_distinct_and_the_sides_of_similar_length(tmp_path: Path) 
         assert [finding for finding in report.findings if finding.count] == []
         assert report.length_bias is not None
         assert 0.4 < report.length_bias.share_chosen_longer < 0.6
-    leaks = find_leaks(PairStore.open(tmp_path / "validation"), PairStore.open(tmp_path / "train"))
+    leaks = find_leaks(ExampleStore.open(tmp_path / "validation"), ExampleStore.open(tmp_path / "train"))
     assert [leak.count for leak in leaks] == [0, 0]
 
 

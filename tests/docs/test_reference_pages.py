@@ -42,11 +42,18 @@ def test_the_formula_names_the_parameters_of_its_loss(name: str) -> None:
         "gamma": r"\gamma",
         "discopop_tau": r"\tau",
         "cpo_alpha": "c",
+        "alphapo_alpha": "a",
+        "dpop_lambda": r"\lambda",
+        "desirable_weight": r"\lambda_D",
+        "undesirable_weight": r"\lambda_U",
+        "infonca_alpha": r"\alpha",
     }
     parameters = next(row.parameters for row in describe() if row.name == name)
     assert [each for each in parameters if symbols[each] not in formula] == []
     assert [
-        each for each in symbols if each not in parameters and len(symbols[each]) > 1 and symbols[each] in formula
+        each
+        for each in symbols
+        if each not in parameters and len(symbols[each]) > 1 and re.search(re.escape(symbols[each]) + r"(?!_)", formula)
     ] == []
     assert note.endswith((".", ")."))
 

@@ -63,7 +63,7 @@ def parse_rows(text: str) -> list[dict[str, object]]:
     return rows
 
 
-def test_the_page_shows_rows_of_six_formats() -> None:
+def test_the_page_shows_rows_of_eight_formats() -> None:
     assert [name for name, _ in example_rows()] == [
         "prompt",
         "prompt",
@@ -71,6 +71,8 @@ def test_the_page_shows_rows_of_six_formats() -> None:
         "conversations",
         "whole_conversations",
         "labelled_completions",
+        "answered_messages",
+        "instruction_completions",
     ]
 
 
@@ -79,9 +81,8 @@ def test_an_example_row_is_read_in_the_format_that_the_page_names(name: str, tex
     for row in parse_rows(text):
         found = detect_format(row, {}, "data.md")
         assert found.name == name
-        if not found.is_unpaired:
-            read = to_preference_row(row, found, {})
-            assert read.chosen != read.rejected
+        read = to_preference_row(row, found, {})
+        assert len({str(response) for response in read.responses}) == len(read.responses)
 
 
 def test_the_data_page_lists_every_format_and_its_columns() -> None:
@@ -106,6 +107,7 @@ def test_the_loss_of_the_first_step_is_the_one_that_the_page_shows() -> None:
         r"$\ln\, 2$, or 0.693": lambda loss: math.log(2),
         r"$2 \ln\, 2$, or 1.386": lambda loss: 2 * math.log(2),
         r"$1$": lambda loss: 1.0,
+        r"$1/2$": lambda loss: 0.5,
         r"$(1 + \ln\, 2)/2$, or 0.847": lambda loss: (1 + math.log(2)) / 2,
         r"$1/(4\beta^2)$": lambda loss: 1 / (4 * loss.beta**2),
         r"$1/(2\beta^2)$": lambda loss: 1 / (2 * loss.beta**2),
@@ -113,13 +115,13 @@ def test_the_loss_of_the_first_step_is_the_one_that_the_page_shows() -> None:
             -math.log(2) - (math.log(1 - loss.label_smoothing) + math.log(loss.label_smoothing)) / 2
         ),
     }
-    page = text_of(CONCEPTS / "losses.md").partition("\n## In the first step\n")[2].partition("\nModifiers")[0]
+    page = text_of(CONCEPTS / "losses.md").partition("\n## In the first step\n")[2].partition("\nWeights")[0]
     shown = {
         loss: text
         for text, losses in re.findall(r"^\| (\$.+?) \| (`.+) \|$", page, re.MULTILINE)
         for loss in re.findall(r"`(\w+)`", losses)
     }
-    constant = {name for name in loss_names() if make_loss(name, {}).needs_reference}
+    constant = {name for name in loss_names() if make_loss(name, {}).zero_margin_loss is not None}
     assert set(shown) == constant
     for name, text in shown.items():
         loss = make_loss(name, {})

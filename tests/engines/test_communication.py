@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.engines.communication import count_calls_of_step, count_step
@@ -138,6 +139,15 @@ def test_zero_stage_2_gathers_each_layer_once_per_micro_batch_and_zero_stage_1_o
         assert after["all_gather"] == (num_layers + others) * num_micro_batches
         assert after["reduce_scatter"] == before["reduce_scatter"] == (num_layers + 3) * num_micro_batches
         assert once["all_gather"] == once["reduce_scatter"] == num_layers + 3
+
+
+def test_bf16_between_stages_halves_the_bytes_that_they_send(two_ranks, model_dirs):
+    """The first stage sends hidden states, and the last one their gradients."""
+    wide = Case(ParallelDims(pp=2), loss="simpo", dtype=torch.bfloat16)
+    model_dir, _ = model_dirs("llama")
+    before, after = (two_ranks.run(count_step, case, model_dir) for case in (wide, replace(wide, pp_dtype="bf16")))
+    for one, other in zip(before, after, strict=True):
+        assert 0 < other["send"] == pytest.approx(one["send"] / 2, rel=0.01)
 
 
 def test_all_ranks_have_the_same_number_of_micro_batches():

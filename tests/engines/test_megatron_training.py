@@ -78,6 +78,11 @@ AGAINST_ONE_PROCESS = [
     on_megatron(Case(TP_PP, family="qwen2", lora_rank=4, recompute="full", also="LoRA, recompute full")),
     on_megatron(Case(DP, loss="aot", also="a loss that couples pairs")),
     on_megatron(Case(PP, loss="aot", also="a loss that couples pairs")),
+    *(
+        on_megatron(Case(sizes, loss=loss, also=also))
+        for sizes in (DP, PP)
+        for loss, also in (("kto", "labelled responses (kto)"), ("plackett_luce", "lists (plackett_luce)"))
+    ),
     on_megatron(Case(PP, loss="aot", virtual_pp_size=2, also="a loss that couples pairs, interleaved")),
     on_megatron(Case(PP, frozen=("model.layers.0", "lm_head"), also="frozen modules")),
     on_megatron(Case(TP, counts_zeros=True, also="zeros in gradients")),

@@ -142,7 +142,7 @@ def test_cases_cover_what_their_names_say():
 
 def test_the_table_in_the_docs_lists_what_is_tested():
     assert table_in_docs() == render_table(ALL_CASES), (
-        "write it anew: scripts/test all tests/engines --parity-table docs/internals/testing.md"
+        "write it anew: scripts/test all tests/engines -m distributed --parity-table docs/internals/testing.md"
     )
 
 

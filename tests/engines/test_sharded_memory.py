@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.engines.held_memory import PeakOfProcesses, held_after_a_step, load, process_id
-from tests.support.engines.parity import Case, axes_text
+from tests.support.engines.parity import Case, mesh_text
 from tests.support.engines.rank_pool import RankPool
 from thresher.distributed.mesh import ParallelDims
 
@@ -38,7 +38,7 @@ def larger_model(tmp_path_factory) -> tuple[Path, int]:
 @pytest.mark.parametrize(
     "sizes",
     [ParallelDims(dp_shard=2), ParallelDims(dp_shard=4), ParallelDims(tp=2), ParallelDims(tp=4), ParallelDims(cp=2)],
-    ids=axes_text,
+    ids=mesh_text,
 )
 def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(sizes, pool_of, larger_model):
     model_dir, total = larger_model
@@ -46,7 +46,7 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(sizes, pool_of,
     held = pool_of(sizes.num_processes).run(held_after_a_step, Case(sizes, loss="simpo"), model_dir)
 
     for held_by_rank in held:
-        print(axes_text(sizes), held_by_rank, f"of {total}")
+        print(mesh_text(sizes), held_by_rank, f"of {total}")
         assert held_by_rank.parameters == pytest.approx(total / sizes.num_processes, rel=0.05)
         assert held_by_rank.gradients == pytest.approx(total / sizes.num_processes, rel=0.05)
         assert held_by_rank.optimizer == pytest.approx(2 * total / sizes.num_processes, rel=0.05)

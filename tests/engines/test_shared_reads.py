@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engines.parity import axes_text, save_model
+from tests.support.engines.parity import mesh_text, save_model
 from tests.support.engines.shared_reads import error_of_a_load, load_and_count
 from tests.support.small_runs import save_small_tokenizer
 from thresher.builders.hardware import GPUS
@@ -39,7 +39,7 @@ def bytes_of(path: Path) -> int:
         ParallelDims(dp_replicate=2, cp=2),
         ParallelDims(dp_replicate=2, pp=2),
     ],
-    ids=axes_text,
+    ids=mesh_text,
 )
 def test_replicas_read_each_tensor_once_and_have_the_values_of_the_files(sizes, family, pool_of, model_dirs):
     path, _ = model_dirs(family)
@@ -49,7 +49,7 @@ def test_replicas_read_each_tensor_once_and_have_the_values_of_the_files(sizes, 
     loaded = pool_of(sizes.num_processes).run(load_and_count, sizes, str(path))
 
     held = [sum(values.nbytes for _, values in rank.values.values()) for rank in loaded]
-    print(axes_text(sizes), "read", [each.bytes_read for each in loaded], "hold", held, "of", bytes_of(path))
+    print(mesh_text(sizes), "read", [each.bytes_read for each in loaded], "hold", held, "of", bytes_of(path))
     assert sum(each.bytes_read for each in loaded) == sum(held) // sizes.dp_replicate
     largest = max(values.nbytes for _, values in loaded[0].values.values())
     assert max(each.bytes_read for each in loaded) <= max(held) / sizes.dp_replicate + largest
@@ -99,7 +99,7 @@ def test_a_model_that_transformers_must_convert_is_loaded_by_every_replica(two_r
         ParallelDims(dp_shard=2, pp=2),
         ParallelDims(dp_replicate=2, dp_shard=2),
     ],
-    ids=axes_text,
+    ids=mesh_text,
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_experts_that_are_stored_one_by_one_are_sharded(sizes, family, pool_of, tmp_path):

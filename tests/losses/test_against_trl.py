@@ -127,6 +127,8 @@ def trl_reference_free(name: str, pairs: ObjectiveInputs) -> Evaluated:
     sums = per_side(pairs, chosen, rejected, mean=False)
     if name == "simpo":
         losses = trl_cpo_losses(*means, "simpo", 2.5, gamma=1.2)
+    elif name == "alphapo":
+        losses = trl_cpo_losses(*means, "simpo", 2.5, gamma=0.1, alpha=0.25)
     elif name == "cpo":
         losses = trl_cpo_losses(*sums, "sigmoid", 0.3) - 0.7 * means[0]
     else:
@@ -140,6 +142,7 @@ def trl_reference_free(name: str, pairs: ObjectiveInputs) -> Evaluated:
     ("name", "parameters"),
     [
         ("simpo", {"beta": 2.5, "gamma": 1.2}),
+        ("alphapo", {"beta": 2.5, "gamma": 0.1, "alphapo_alpha": 0.25}),
         ("cpo", {"beta": 0.3, "cpo_alpha": 0.7}),
         ("orpo", {"beta": 0.3}),
     ],

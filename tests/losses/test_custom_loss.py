@@ -57,7 +57,7 @@ def test_what_a_loss_reads_is_found_by_calling_it(file):
     assert [each.compares_sides for each in (dpo, sft, quantiles, squared)] == [True, False, True, True]
     assert dpo.supports == loss_class("sigmoid").supports
     assert sft.supports == loss_class("sft").supports | {"wpo"}
-    assert squared.supports == {"ld_alpha", "reference_free", "weight", "wpo"}
+    assert squared.supports == {"clamp_log_ratio", "ld_alpha", "reference_free", "weight", "wpo"}
     with pytest.raises(UserError, match=r"gamma has no effect on .*squared"):
         Objective(((squared(), 1.0),), margin=0.5)
 

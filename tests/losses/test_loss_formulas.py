@@ -54,6 +54,27 @@ def orpo(win: Row, lose: Row, _: Row, __: Row) -> float:
     return -mean(win) + 0.3 * softplus(log_odds(lose) - log_odds(win))
 
 
+def dpop(win: Row, lose: Row, ref_w: Row, ref_l: Row) -> float:
+    """The formula of the paper's second version, and of PaddleNLP's DPOCriterion."""
+    logits = margin(win, lose, ref_w, ref_l) - 5 * max(sum(ref_w) - sum(win), 0.0)
+    return softplus(-0.3 * logits)
+
+
+def alphapo(win: Row, lose: Row, _: Row, __: Row) -> float:
+    """The steps of TRL's CPOTrainer."""
+    q_w, q_l = ((1 - math.exp(mean(row)) ** -0.25) / 0.25 for row in (win, lose))
+    return softplus(-2.5 * ((q_w - q_l) - 0.1 / 2.5))
+
+
+def humanline(win: Row, lose: Row, ref_w: Row, ref_l: Row) -> float:
+    """DPO on the sequence rewards of HALOs: each token's log ratio between the bounds, then summed."""
+    sums = [
+        sum(min(max(p - r, -0.4), 0.3) for p, r in zip(policy, reference, strict=True))
+        for policy, reference in ((win, ref_w), (lose, ref_l))
+    ]
+    return softplus(-0.3 * (sums[0] - sums[1]))
+
+
 def r_dpo(win: Row, lose: Row, ref_w: Row, ref_l: Row) -> float:
     return softplus(-0.3 * margin(win, lose, ref_w, ref_l) - 0.07 * (len(win) - len(lose)))
 
@@ -74,6 +95,9 @@ CASES: list[tuple[Objective, Formula]] = [
     (objective_of("ipo_sum", {"beta": 0.3}), ipo_sum),
     (bare(BCOPair(beta=0.3, delta=0.4, num_pairs_seen=8)), bco),
     (objective_of("orpo", {"beta": 0.3}), orpo),
+    (objective_of("dpop", {"beta": 0.3, "dpop_lambda": 5.0}), dpop),
+    (objective_of("alphapo"), alphapo),
+    (replace(SIGMOID, clamp_log_ratio=(-0.4, 0.3)), humanline),
     (replace(SIGMOID, length_penalty=0.07), r_dpo),
     (replace(SIGMOID, length_penalty=0.07, rpo_alpha=0.5, ld_alpha=0.4), r_dpo_rpo_ld),
 ]

@@ -9,7 +9,15 @@ from tests.support.loss_cases import ALL_LOSSES, evaluate, objective_of, random_
 from thresher.errors import UserError
 from thresher.losses import Objective, make_loss, parameter_defaults
 
-TURNED = {"beta": 0.37, "label_smoothing": 0.21, "gamma": 0.4, "cpo_alpha": 0.3, "discopop_tau": 0.6}
+TURNED = {
+    "beta": 0.37,
+    "label_smoothing": 0.21,
+    "gamma": 0.4,
+    "cpo_alpha": 0.3,
+    "alphapo_alpha": -0.5,
+    "discopop_tau": 0.6,
+    "dpop_lambda": 3.0,
+}
 ALL_PARAMETERS = [(name, parameter) for name in ALL_LOSSES for parameter in parameter_defaults(name)]
 
 
@@ -23,6 +31,7 @@ def test_every_parameter_changes_value_and_gradient(name, parameter):
 
 
 MODIFIERS = {
+    "clamp_log_ratio": (-0.3, 0.2),
     "f_divergence": "js_divergence",
     "ld_alpha": 0.3,
     "length_penalty": 0.2,
@@ -50,7 +59,8 @@ def test_alpha_divergence_coef_changes_the_result():
 
 
 def test_no_modifier_of_the_objective_is_left_out_here():
-    changes_no_loss = {"measures_entropy"}
+    # of single responses and lists (test_responses.py)
+    changes_no_loss = {"measures_entropy", "comparisons", "reads_labels"}
     fields = set(Objective.__dataclass_fields__) - {"terms", "f_alpha_divergence_coef"} - changes_no_loss
     assert fields == set(MODIFIERS)
 
@@ -82,6 +92,9 @@ def test_beta_must_be_a_positive_number(name, beta):
         ("aot_unpaired", "label_smoothing", -0.1),
         ("simpo", "gamma", -1.0),
         ("cpo", "cpo_alpha", -1.0),
+        ("alphapo", "gamma", -1.0),
+        ("alphapo", "alphapo_alpha", float("inf")),
+        ("dpop", "dpop_lambda", -1.0),
         ("discopop", "discopop_tau", 0.0),
         ("discopop", "discopop_tau", 1.5),
     ],
@@ -94,6 +107,8 @@ def test_parameter_out_of_range_is_rejected_with_a_suggestion(name, parameter, v
 @pytest.mark.parametrize(
     ("modifier", "value", "suggestion"),
     [
+        ("clamp_log_ratio", (0.1, 1.5), "lower bound of clamp_log_ratio must be below 0, got 0.1; try -1"),
+        ("clamp_log_ratio", (-1.0, 0.0), "upper bound of clamp_log_ratio must be above 0, got 0.0; try 1.5"),
         ("ld_alpha", 1.5, "try 0.5"),
         ("ld_alpha", -0.1, "try 0.5"),
         ("length_penalty", -0.1, "try 0.01"),

@@ -14,7 +14,7 @@ from tests.support.loss_cases import (
     side,
     take_pairs,
 )
-from thresher.losses import ChosenRejectedLogps, ObjectiveInputs, concat_pairs
+from thresher.losses import ExampleLogps, ObjectiveInputs, concat_pairs
 
 LOGPS = st.floats(-20.0, 0.0, width=32)
 EXTREME_LOGPS = st.one_of(st.sampled_from([0.0, -1e-8, -1e4]), LOGPS)
@@ -33,8 +33,8 @@ def pair_logps(draw: st.DrawFn, logps: st.SearchStrategy[float] = LOGPS, dtype: 
 
     chosen, rejected = lengths(0), lengths(0)
     return ObjectiveInputs(
-        ChosenRejectedLogps(side(rows(chosen), dtype), side(rows(rejected), dtype)),
-        ChosenRejectedLogps(side(rows(chosen), dtype), side(rows(rejected), dtype)),
+        ExampleLogps.of(side(rows(chosen), dtype), side(rows(rejected), dtype)),
+        ExampleLogps.of(side(rows(chosen), dtype), side(rows(rejected), dtype)),
     )
 
 
@@ -106,8 +106,8 @@ def test_a_less_likely_rejected_side_never_raises_the_loss(name, pairs):
 @pytest.mark.parametrize("name", ALL_LOSSES)
 def test_an_empty_batch_has_every_metric_with_a_count_of_zero(name):
     """A rank may have no pairs in a step; its metrics must have the same names as those of the other ranks."""
-    empty = ChosenRejectedLogps(side([], torch.float32), side([], torch.float32))
-    some = ChosenRejectedLogps(side([[-1.0], [-2.0]], torch.float32), side([[-3.0], [-0.5]], torch.float32))
+    empty = ExampleLogps.of(side([], torch.float32), side([], torch.float32))
+    some = ExampleLogps.of(side([[-1.0], [-2.0]], torch.float32), side([[-3.0], [-0.5]], torch.float32))
     nothing, something = (objective_of(name)(ObjectiveInputs(sides, sides)).metrics for sides in (empty, some))
     assert nothing.keys() == something.keys()
     assert all((float(metric.sum), float(metric.count)) == (0.0, 0.0) for metric in nothing.values())

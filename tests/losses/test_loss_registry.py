@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 import thresher.losses
-from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES
+from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES, RESPONSE_LOSSES
 from thresher.errors import UserError
 from thresher.losses import describe, loss_class, loss_names, make_loss, make_losses, parameter_defaults
 from thresher.losses.formulas import Sigmoid
@@ -15,7 +15,7 @@ from thresher.losses.registry import register
 
 
 def test_every_loss_is_registered():
-    assert loss_names() == sorted(ALL_LOSSES)
+    assert loss_names() == sorted(ALL_LOSSES + RESPONSE_LOSSES)
     assert loss_class("sigmoid") is Sigmoid
 
 
@@ -24,19 +24,22 @@ def test_public_names_exist():
 
 
 def test_unknown_loss_names_the_nearest_and_all():
-    with pytest.raises(UserError, match=r"unknown loss 'sigmod', did you mean 'sigmoid'\?; the losses are aot, .*sppo"):
+    with pytest.raises(
+        UserError, match=r"unknown loss 'sigmod', did you mean 'sigmoid'\?; the losses are alphapo, aot, .*sppo"
+    ):
         make_loss("sigmod", {})
 
 
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("kto", "it needs single responses with labels, not pairs; use bco_pair or apo_zero"),
-        ("kto_pair", "it needs single responses with labels, not pairs; use bco_pair or apo_zero"),
+        ("kto_pair", "use kto on labelled responses, or bco_pair on pairs"),
         ("grpo", "it needs responses that are sampled during training; use sigmoid (DPO) on stored pairs"),
         ("online_dpo", "it needs responses that are sampled during training; use sigmoid (DPO) on stored pairs"),
+        ("dpo", "use sigmoid"),
         ("cdpo", "use sigmoid with label_smoothing"),
         ("R-DPO", "use sigmoid with length_penalty"),
+        ("humanline", "use sigmoid with clamp_log_ratio: [-1, 1.5] and reference.sync_steps"),
     ],
 )
 def test_a_method_that_is_not_a_loss_on_pairs_says_what_to_use(name, advice):
@@ -45,9 +48,9 @@ def test_a_method_that_is_not_a_loss_on_pairs_says_what_to_use(name, advice):
     assert str(caught.value) == f"pref_loss {name} is not a loss of thresher: {advice} (see `thresher losses`)"
 
 
-@pytest.mark.parametrize("name", ["dpo", "zpo", "drpo", "vdpo", "loss", "", "ddpo", "xxx"])
+@pytest.mark.parametrize("name", ["zpo", "drpo", "vdpo", "loss", "", "ddpo", "xxx"])
 def test_a_name_unlike_any_loss_suggests_none(name):
-    with pytest.raises(UserError, match=f"unknown loss '{name}'; the losses are aot, "):
+    with pytest.raises(UserError, match=f"unknown loss '{name}'; the losses are alphapo, aot, "):
         loss_class(name)
 
 
@@ -61,7 +64,8 @@ def test_a_misspelled_loss_suggests_the_right_one(name, meant):
 
 def test_parameter_of_other_losses_names_the_losses_that_use_it():
     with pytest.raises(
-        UserError, match=r"sigmoid has no parameter gamma, only beta, label_smoothing; gamma is a parameter of simpo$"
+        UserError,
+        match=r"sigmoid has no parameter gamma, only beta, label_smoothing; gamma is a parameter of alphapo, simpo$",
     ):
         make_loss("sigmoid", {"gamma": 1.0})
 
@@ -98,6 +102,8 @@ def test_several_losses_share_the_parameters_they_have():
 
 def test_defaults_are_those_of_the_papers():
     assert parameter_defaults("simpo") == {"beta": 2.0, "gamma": 1.0}
+    assert parameter_defaults("alphapo") == {"beta": 2.5, "gamma": 0.1, "alphapo_alpha": 0.25}
+    assert parameter_defaults("dpop") == {"beta": 0.3, "dpop_lambda": 50.0}
     assert parameter_defaults("sigmoid") == {"beta": 0.1, "label_smoothing": 0.0}
     assert parameter_defaults("exo_pair")["label_smoothing"] == 1e-3
     assert parameter_defaults("discopop")["discopop_tau"] == 0.05
@@ -119,7 +125,7 @@ def test_a_registered_loss_is_a_frozen_dataclass():
 def test_rows_describe_every_loss():
     rows = {row.name: row for row in describe()}
     assert list(rows) == loss_names()
-    assert {name for name, row in rows.items() if row.needs_reference} == set(REFERENCE_LOSSES)
+    assert {name for name, row in rows.items() if row.needs_reference} == {*REFERENCE_LOSSES, *RESPONSE_LOSSES}
     for row in rows.values():
         assert row.summary.endswith(".")
         assert row.paper in (loss_class(row.name).__doc__ or "")

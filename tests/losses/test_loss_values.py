@@ -49,6 +49,18 @@ CASES = [
     ("sigmoid_norm", {"beta": 3.0}, 0.029750418273, -0.043968346127, 0.029312230751),
     # 2 (-3/2 + 7/3) - 1 = 2/3: sp(-2/3); -sig(-2/3) 2/2 and sig(-2/3) 2/3
     ("simpo", {"beta": 2.0, "gamma": 1.0}, 0.414370086852, -0.339243631234, 0.226162420823),
+    # p_w^-a = e^(3/4) = 2.117000016613, p_l^-a = e^(7/6) = 3.211270543154, so q_w - q_l = 2 (3.2113 - 2.1170);
+    # x = 2 (q_w - q_l) - 1 = 3.377082106164: sp(-x); dq/dmean = p^-a, so -sig(-x) 2 * 2.1170 / 2 and
+    # sig(-x) 2 * 3.2113 / 3
+    (
+        "alphapo",
+        {"beta": 2.0, "gamma": 1.0, "alphapo_alpha": 0.5},
+        0.033576880762,
+        -0.069902141966,
+        0.070689556806,
+    ),
+    # the chosen side is more likely than under the reference: plain DPO
+    ("dpop", {"beta": 0.5, "dpop_lambda": 1.5}, 0.201413277983, -0.091212761903, 0.091212761903),
     # x = (-3 + 7) / 2 = 2: sp(-2) + 0.7 * 3/2; -sig(-2)/2 - 0.7/2 and sig(-2)/2
     ("cpo", {"beta": 0.5, "cpo_alpha": 0.7}, 1.176928011043, -0.409601461011, 0.059601461011),
     # p_w = e^-1.5, p_l = e^-7/3: log odds -1.247517541075 and -2.231331650626, d = 0.983814109551;
@@ -80,6 +92,30 @@ def test_bco_pair_subtracts_its_running_mean():
     assert result.values.tolist() == pytest.approx([0.827868501224], abs=1e-11)
     assert result.chosen_grad[0].item() == pytest.approx(-0.218911749557, abs=1e-11)
     assert result.rejected_grad[0].item() == pytest.approx(0.111350069413, abs=1e-11)
+
+
+def test_dpop_lowers_the_margin_by_the_lost_likelihood_of_the_chosen_side():
+    pairs = hand_pairs()
+    swapped = type(pairs)(
+        *(type(side).of(side.rejected, side.chosen) for side in (pairs.policy, pairs.reference) if side is not None)
+    )
+    # r_w = -2, r_l = 1: beta (-3 - 1.5 * 2) = -3, so sp(3); by r_w beta (1 + 1.5) = 1.25, by r_l -beta
+    result = evaluate(objective_of("dpop", {"beta": 0.5, "dpop_lambda": 1.5}), swapped)
+    assert result.values.item() == pytest.approx(3.048587351574, abs=1e-11)
+    assert result.chosen_grad.tolist() == pytest.approx([-1.190717658528] * 3, abs=1e-11)
+    assert result.rejected_grad.tolist() == pytest.approx([0.476287063411] * 2, abs=1e-11)
+    assert objective_of("dpop").zero_margin_loss == pytest.approx(math.log(2))
+
+
+def test_alphapo_is_simpo_at_its_limit():
+    pairs = hand_pairs(second=True)
+    simpo = evaluate(objective_of("simpo", {"beta": 2.0, "gamma": 1.0}), pairs)
+    for alpha, tolerance in ((0.0, 1e-12), (1e-7, 1e-6), (-1e-7, 1e-6), (2e-6, 2e-5), (-2e-6, 2e-5)):
+        parameters = {"beta": 2.0, "gamma": 1.0, "alphapo_alpha": alpha}
+        for one, other in zip(
+            evaluate(objective_of("alphapo", parameters), pairs).as_list(), simpo.as_list(), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def test_sigmoid_uses_label_smoothing():
@@ -126,7 +162,7 @@ def test_bco_zero_margin_loss_follows_its_delta():
     assert objective.zero_margin_loss > 2 * math.log(2) + 0.1
 
 
-@pytest.mark.parametrize("name", ["orpo", "cpo", "simpo", "sft"])
+@pytest.mark.parametrize("name", ["orpo", "cpo", "simpo", "alphapo", "sft"])
 def test_reference_free_loss_ignores_the_reference(name):
     pairs = hand_pairs()
     with_reference = evaluate(objective_of(name), pairs)
@@ -139,7 +175,7 @@ def test_orpo_is_finite_when_probability_reaches_one():
     for dtype in (torch.float32, torch.float64):
         for chosen, rejected in ((0.0, -1.0), (-1.0, 0.0), (0.0, 0.0), (-1e-12, -1e-9), (-1e4, -1e4), (0.0, -1e4)):
             pairs = hand_pairs()
-            policy = type(pairs.policy)(
+            policy = type(pairs.policy).of(
                 type(pairs.policy.chosen)(torch.full((2,), chosen, dtype=dtype), torch.tensor([2])),
                 type(pairs.policy.chosen)(torch.full((2,), rejected, dtype=dtype), torch.tensor([2])),
             )
@@ -150,11 +186,11 @@ def test_orpo_is_finite_when_probability_reaches_one():
 
 def test_discopop_is_finite_on_a_lost_pair():
     pairs = hand_pairs()
-    policy = type(pairs.policy)(
+    policy = type(pairs.policy).of(
         type(pairs.policy.chosen)(torch.full((2,), -1e4), torch.tensor([2])),
         type(pairs.policy.chosen)(torch.full((2,), -1.0), torch.tensor([2])),
     )
-    reference = type(pairs.policy)(policy.rejected, policy.rejected)
+    reference = type(pairs.policy).of(policy.rejected, policy.rejected)
     result = evaluate(objective_of("discopop"), type(pairs)(policy, reference))
     # x = 0.1 * -19998: the gate is shut, so only the logistic part -logsig(x) = 1999.8 is left
     assert result.values.item() == pytest.approx(1999.8, rel=1e-5)

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.loss_cases import F_DIVERGENCE_LOSSES, evaluate, hand_pairs, objective_of, random_pairs, side
 from thresher.errors import UserError
-from thresher.losses import ChosenRejectedLogps, Objective, ObjectiveInputs, make_loss, score_pairs
+from thresher.losses import ExampleLogps, Objective, ObjectiveInputs, make_loss, score_pairs
 from thresher.losses.scores import DIVERGENCES, FDivergence, wpo_weights
 
 
@@ -52,8 +52,8 @@ def test_alpha_divergence_joins_forward_and_reverse_kl():
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("coef", [-1.0, 2.0])
 def test_f_divergence_is_finite_at_extreme_ratios(loss, divergence, coef, dtype):
-    policy = ChosenRejectedLogps(side([[-1e4], [0.0], [0.0]], dtype), side([[0.0], [-1e4], [0.0]], dtype))
-    reference = ChosenRejectedLogps(side([[0.0], [-1e4], [0.0]], dtype), side([[-1e4], [0.0], [0.0]], dtype))
+    policy = ExampleLogps.of(side([[-1e4], [0.0], [0.0]], dtype), side([[0.0], [-1e4], [0.0]], dtype))
+    reference = ExampleLogps.of(side([[0.0], [-1e4], [0.0]], dtype), side([[-1e4], [0.0], [0.0]], dtype))
     objective = replace(objective_of(loss), f_divergence=divergence, f_alpha_divergence_coef=coef)
     result = evaluate(objective, ObjectiveInputs(policy, reference))
     assert all(bool(torch.isfinite(t).all()) for t in result.as_list())
@@ -92,10 +92,49 @@ def test_ld_alpha_scales_the_gradient_of_the_surplus_only():
 
 
 def test_ld_alpha_leaves_likelihood_terms_alone():
-    long_chosen = ChosenRejectedLogps(side([[-1.0, -3.0]]), side([[-1.0]]))
+    long_chosen = ExampleLogps.of(side([[-1.0, -3.0]]), side([[-1.0]]))
     scores = score_pairs(ObjectiveInputs(long_chosen), ld_alpha=0.0)
     assert scores.logps.chosen.item() == -1.0
     assert scores.mean_chosen_nll.item() == 2.0
+
+
+def test_a_clamped_token_counts_its_bound_and_has_no_gradient():
+    # log ratios of the tokens: chosen 1 and 0, rejected -1, 0 and -1; clamped to 0.75, 0 and -0.5, 0, -0.5: z = 1.75
+    result = evaluate(replace(objective_of("sigmoid", {"beta": 0.5}), clamp_log_ratio=(-0.5, 0.75)), hand_pairs())
+    assert result.values.item() == pytest.approx(softplus(-0.875), abs=1e-12)
+    slope = 0.5 * sigmoid(-0.875)
+    assert result.chosen_grad.tolist() == pytest.approx([0.0, -slope], abs=1e-12)
+    assert result.rejected_grad.tolist() == pytest.approx([0.0, slope, 0.0], abs=1e-12)
+
+
+def test_a_clamp_beyond_every_ratio_changes_nothing():
+    pairs = random_pairs()
+    for name in ("sigmoid", "ipo", "bco_pair", "aot_unpaired", "dpop"):
+        wide = evaluate(replace(objective_of(name), clamp_log_ratio=(-50.0, 50.0)), pairs)
+        for one, other in zip(wide.as_list(), evaluate(objective_of(name), pairs).as_list(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_a_clamp_leaves_logps_and_likelihood_terms_alone():
+    plain = replace(objective_of("sigmoid", {"beta": 0.5}), rpo_alpha=1.0)
+    clamped = replace(plain, clamp_log_ratio=(-0.5, 0.75))
+    before, after = (objective(hand_pairs()).metrics for objective in (plain, clamped))
+    for name in ("logps/chosen", "logps/rejected", "kl", "sft_loss"):
+        assert after[name].mean == before[name].mean
+    assert (after["rewards/chosen"].mean, after["rewards/rejected"].mean) == (0.375, -0.5)
+    assert after["loss"].mean == pytest.approx(softplus(-0.875) + 1.5, abs=1e-12)
+    assert clamped.zero_margin_loss == plain.zero_margin_loss
+
+
+def test_a_clamp_and_ld_alpha_weigh_the_clamped_tokens():
+    objective = replace(objective_of("sigmoid", {"beta": 0.5}), clamp_log_ratio=(-0.5, 0.75), ld_alpha=0.25)
+    # the third rejected token counts a quarter: r_l = -0.5 - 0.125
+    assert evaluate(objective, hand_pairs()).values.item() == pytest.approx(softplus(-0.5 * 1.375), abs=1e-12)
+
+
+def test_a_clamp_needs_a_reference():
+    with pytest.raises(UserError, match=r"clamp_log_ratio needs a reference; remove it, or set reference\.mode"):
+        replace(objective_of("sigmoid"), clamp_log_ratio=(-1.0, 1.5), reference_free=True)
 
 
 def test_length_penalty_is_not_scaled_by_beta_and_raises_the_gradient_of_short_winners():
@@ -145,7 +184,7 @@ def test_rpo_alpha_adds_the_mean_chosen_nll():
 
 def with_collision(pairs: ObjectiveInputs) -> ObjectiveInputs:
     """Give the hand pair log_sum_squared_probs of -0.5 (chosen) and -1 (rejected)."""
-    policy = ChosenRejectedLogps(
+    policy = ExampleLogps.of(
         replace(pairs.policy.chosen, log_sum_squared_probs=torch.full((2,), -0.5, dtype=torch.float64)),
         replace(pairs.policy.rejected, log_sum_squared_probs=torch.full((3,), -1.0, dtype=torch.float64)),
     )

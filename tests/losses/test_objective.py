@@ -22,7 +22,7 @@ from tests.support.loss_cases import (
 )
 from thresher.errors import UserError
 from thresher.losses import (
-    ChosenRejectedLogps,
+    ExampleLogps,
     MetricSum,
     Objective,
     ObjectiveInputs,
@@ -70,13 +70,13 @@ def test_sft_loss_counts_tokens_and_the_rest_counts_pairs():
 
 def test_the_longer_response_is_compared_in_pairs_of_different_lengths():
     # chosen has 2, 1 and 1 tokens, rejected 1, 2 and 1; the policy prefers chosen, chosen and rejected
-    policy = ChosenRejectedLogps(side([[-1.0, -1.0], [-1.0], [-2.0]]), side([[-1.0], [-2.0, -2.0], [-1.0]]))
-    reference = ChosenRejectedLogps(side([[-2.0, -2.0], [-2.0], [-1.0]]), side([[-1.0], [-1.0, -1.0], [-1.0]]))
+    policy = ExampleLogps.of(side([[-1.0, -1.0], [-1.0], [-2.0]]), side([[-1.0], [-2.0, -2.0], [-1.0]]))
+    reference = ExampleLogps.of(side([[-2.0, -2.0], [-2.0], [-1.0]]), side([[-1.0], [-1.0, -1.0], [-1.0]]))
     metrics = objective_of("sigmoid")(ObjectiveInputs(policy, reference)).metrics
     assert metrics["lengths/longer_chosen"].mean == 0.5
     assert metrics["lengths/longer_preferred"].mean == 0.5  # the first pair's longer one, the second pair's shorter one
     swapped = ObjectiveInputs(
-        ChosenRejectedLogps(policy.rejected, policy.chosen), ChosenRejectedLogps(reference.rejected, reference.chosen)
+        ExampleLogps.of(policy.rejected, policy.chosen), ExampleLogps.of(reference.rejected, reference.chosen)
     )
     assert objective_of("sigmoid")(swapped).metrics["lengths/longer_preferred"].mean == 0.5
 
@@ -86,14 +86,14 @@ def test_entropy_is_a_mean_over_the_tokens_of_both_sides():
         ResponseLogps(torch.zeros(len(values)), torch.tensor([len(values)]), entropy=torch.tensor(values))
         for values in ([1.0, 2.0], [6.0])
     )
-    sides = ChosenRejectedLogps(chosen, rejected)
+    sides = ExampleLogps.of(chosen, rejected)
     assert objective_of("simpo")(ObjectiveInputs(sides)).metrics["entropy"].mean == 3.0
     assert "entropy" not in objective_of("sigmoid")(hand_pairs(second=True)).metrics
 
 
 def test_ties_count_half():
-    sides = ChosenRejectedLogps(side([[-1.0], [-1.0], [-3.0], [-2.0]]), side([[-1.0], [-2.0], [-2.0], [-2.0]]))
-    reference = ChosenRejectedLogps(side([[-1.0]] * 4), side([[-1.0]] * 4))
+    sides = ExampleLogps.of(side([[-1.0], [-1.0], [-3.0], [-2.0]]), side([[-1.0], [-2.0], [-2.0], [-2.0]]))
+    reference = ExampleLogps.of(side([[-1.0]] * 4), side([[-1.0]] * 4))
     metrics = objective_of("sigmoid")(ObjectiveInputs(sides, reference)).metrics
     # tie, win, loss, tie
     assert float(metrics["rewards/accuracies"].sum) == 0.5 + 1 + 0 + 0.5
@@ -112,26 +112,26 @@ def test_a_policy_that_equals_its_reference_within_rounding_ties_every_pair(name
         return ResponseLogps(policy, lengths), ResponseLogps(policy * (1 + ulps * 2.0**-24), lengths)
 
     (chosen, reference_chosen), (rejected, reference_rejected) = logps(), logps()
-    inputs = ObjectiveInputs(
-        ChosenRejectedLogps(chosen, rejected), ChosenRejectedLogps(reference_chosen, reference_rejected)
-    )
+    inputs = ObjectiveInputs(ExampleLogps.of(chosen, rejected), ExampleLogps.of(reference_chosen, reference_rejected))
     assert objective_of(name)(inputs).metrics["rewards/accuracies"].mean == 0.5
 
 
 def test_a_margin_above_rounding_is_not_a_tie():
     logps = ResponseLogps(torch.full((1000,), -2.0), torch.tensor([1000]))
     better = ResponseLogps(logps.values + 1e-6, logps.lengths)
-    inputs = ObjectiveInputs(ChosenRejectedLogps(better, logps), ChosenRejectedLogps(logps, logps))
+    inputs = ObjectiveInputs(ExampleLogps.of(better, logps), ExampleLogps.of(logps, logps))
     assert objective_of("sigmoid")(inputs).metrics["rewards/accuracies"].mean == 1.0
 
 
 MODIFIERS = {
+    "clamp_log_ratio": ((-1.0, 1.5), "log ratios clamped to (-1.0, 1.5)"),
     "f_divergence": ("alpha_divergence", "f_divergence alpha_divergence (0.5)"),
     "ld_alpha": (0.5, "ld_alpha 0.5 (LD-DPO)"),
     "length_penalty": (0.01, "length_penalty 0.01 (R-DPO)"),
     "margin": (0.3, "gamma 0.3"),
     "wpo": (True, "pairs weighted by WPO"),
     "reference_free": (True, "reference-free"),
+    "comparisons": ("adjacent", "comparisons adjacent"),
 }
 
 
@@ -140,7 +140,7 @@ def test_the_formula_has_every_term_and_modifier_that_is_on():
     assert plain.describe() == "sigmoid(beta=0.5)"
     assert replace(plain, rpo_alpha=1.0).describe() == "sigmoid(beta=0.5) + 1.0 * RPO NLL"
     assert mixed("sigmoid", "sft").describe() == "1.0 * sigmoid(beta=0.1) + 1.0 * sft"
-    no_modifiers = {"terms", "measures_entropy", "rpo_alpha", "f_alpha_divergence_coef"}
+    no_modifiers = {"terms", "measures_entropy", "rpo_alpha", "f_alpha_divergence_coef", "reads_labels"}
     assert MODIFIERS.keys() == {field.name for field in dataclasses.fields(Objective)} - no_modifiers
     for name, (value, text) in MODIFIERS.items():
         assert replace(plain, **{name: value}).describe() == f"sigmoid(beta=0.5), {text}"
@@ -183,6 +183,8 @@ def test_ld_alpha_does_not_change_what_logps_and_kl_mean():
         ("ipo", {"beta": 0.6}, 0.3, -0.4),  # length-averaged losses compare rewards per token
         ("sigmoid_norm", {"beta": 3.0}, 1.5, -2.0),
         ("simpo", {"beta": 2.0}, -3.0, -14 / 3),
+        ("alphapo", {"beta": 2.0, "alphapo_alpha": 0.5}, 4 * (1 - math.exp(0.75)), 4 * (1 - math.exp(7 / 6))),
+        ("dpop", {"beta": 0.5}, 0.5, -1.0),
         ("orpo", {"beta": 0.6}, -0.9, -1.4),
         ("cpo", {"beta": 0.5}, -1.5, -3.5),
         ("sft", {}, -1.5, -7 / 3),
@@ -248,6 +250,9 @@ def test_f_divergence_is_rejected_if_a_loss_uses_raw_ratios(name):
         (("nca_pair",), {"length_penalty": 0.1}),
         (("orpo",), {"length_penalty": 0.1}),
         (("simpo",), {"ld_alpha": 0.5}),
+        (("simpo",), {"clamp_log_ratio": (-1.0, 1.5)}),
+        (("aot",), {"clamp_log_ratio": (-1.0, 1.5)}),
+        (("dpop",), {"reference_free": True}),
         (("orpo",), {"ld_alpha": 0.5}),
         (("sft",), {"f_divergence": "js_divergence"}),
         (("sft",), {"wpo": True}),
@@ -273,14 +278,20 @@ def test_pair_column_that_a_loss_would_ignore_is_rejected(name, column):
         objective_of(name)(pairs)
 
 
-@pytest.mark.parametrize("modifier", ["f_divergence", "ld_alpha", "length_penalty", "margin", "wpo"])
+@pytest.mark.parametrize("modifier", ["clamp_log_ratio", "f_divergence", "ld_alpha", "length_penalty", "margin", "wpo"])
 @pytest.mark.parametrize("name", ALL_LOSSES)
 def test_a_loss_supports_a_modifier_exactly_when_it_changes_it(name, modifier):
     """The `supports` lists are facts: a listed modifier changes the loss, any other is rejected."""
     pairs = random_pairs(collision=True)
     plain = objective_of(name)
     before = evaluate(plain, pairs).values
-    changes = {"f_divergence": "js_divergence", "ld_alpha": 0.3, "length_penalty": 0.2, "wpo": True}
+    changes = {
+        "clamp_log_ratio": (-0.3, 0.2),
+        "f_divergence": "js_divergence",
+        "ld_alpha": 0.3,
+        "length_penalty": 0.2,
+        "wpo": True,
+    }
     objective = plain
     supported = modifier in plain.terms[0][0].supports
     if modifier == "margin":
@@ -366,12 +377,12 @@ def test_half_precision_logps_are_rejected(dtype):
     pairs = hand_pairs()
     chosen = dataclasses.replace(pairs.policy.chosen, values=pairs.policy.chosen.values.detach().to(dtype))
     with pytest.raises(TypeError, match="losses need fp32 or fp64"):
-        objective_of("sft")(ObjectiveInputs(ChosenRejectedLogps(chosen, pairs.policy.rejected)))
+        objective_of("sft")(ObjectiveInputs(ExampleLogps.of(chosen, pairs.policy.rejected)))
 
 
 def test_reference_of_other_tokens_is_rejected():
     pairs = hand_pairs()
-    other = ChosenRejectedLogps(ResponseLogps(torch.zeros(3), torch.tensor([3])), pairs.reference.rejected)
+    other = ExampleLogps.of(ResponseLogps(torch.zeros(3), torch.tensor([3])), pairs.reference.rejected)
     with pytest.raises(ValueError, match="both must score the same tokens"):
         objective_of("sigmoid")(ObjectiveInputs(pairs.policy, other))
 
@@ -379,7 +390,7 @@ def test_reference_of_other_tokens_is_rejected():
 def test_no_gradient_reaches_the_reference():
     pairs = hand_pairs()
     leaf = pairs.reference.chosen.values.clone().requires_grad_()
-    reference = ChosenRejectedLogps(dataclasses.replace(pairs.reference.chosen, values=leaf), pairs.reference.rejected)
+    reference = ExampleLogps.of(dataclasses.replace(pairs.reference.chosen, values=leaf), pairs.reference.rejected)
     objective_of("sigmoid")(ObjectiveInputs(pairs.policy, reference)).per_pair.sum().backward()
     assert leaf.grad is None
     assert pairs.policy.chosen.values.grad is not None

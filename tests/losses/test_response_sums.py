@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.loss_cases import objective_of
-from thresher.losses import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
+from thresher.losses import ExampleLogps, ObjectiveInputs, ResponseLogps
 from thresher.losses.scores import score_pairs
 
 LD_ALPHA = 0.3
@@ -25,7 +25,7 @@ def long_pairs(num_tokens: int) -> ObjectiveInputs:
         noise = 0.1 * torch.randn(logps.shape, generator=generator)
         policy[name] = ResponseLogps(logps.requires_grad_(), side, 0.5 * logps.detach())
         reference[name] = ResponseLogps(logps.detach() + noise, side)
-    return ObjectiveInputs(ChosenRejectedLogps(**policy), ChosenRejectedLogps(**reference))
+    return ObjectiveInputs(ExampleLogps.of(*policy.values()), ExampleLogps.of(*reference.values()))
 
 
 def exact_sums(side: ResponseLogps, weights: list[torch.Tensor] | None = None) -> list[float]:

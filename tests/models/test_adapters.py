@@ -13,7 +13,7 @@ from thresher.engines.native.build import infer_engine, train_engine
 from thresher.errors import UserError
 from thresher.losses.formulas import Sigmoid
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ExampleLogps
 from thresher.models.layouts import PaddedLayout
 from thresher.models.loading.adapters import LoraSettings, adapter_disabled, attach_lora, init_adapters, merge_adapter
 
@@ -25,7 +25,7 @@ def with_lora(family: str, *, dropout: float = 0.0) -> torch.nn.Module:
     return attach_lora(tiny_model(family), LoraSettings(4, None, ["all-linear"]), dropout=dropout)
 
 
-def score(model: torch.nn.Module) -> ChosenRejectedLogps:
+def score(model: torch.nn.Module) -> ExampleLogps:
     return infer_engine(model, LAYOUT, torch.float32).score(MIXED)
 
 
@@ -38,7 +38,7 @@ def randomize_lora_b(model: torch.nn.Module) -> None:
             parameter.normal_(0.0, 0.1)
 
 
-def assert_same(one: ChosenRejectedLogps, other: ChosenRejectedLogps) -> None:
+def assert_same(one: ExampleLogps, other: ExampleLogps) -> None:
     assert torch.equal(one.chosen.values, other.chosen.values)
     assert torch.equal(one.rejected.values, other.rejected.values)
 

@@ -95,10 +95,10 @@ def test_a_token_id_beyond_the_smallest_vocabulary_is_a_user_error(name):
         for outside in (50, -1):
             pairs = [pair_of(3, 4, 5), pair_of(3, 4, 5)]
             for pair in pairs:
-                for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+                for ids in (pair.prompt_ids, pair.chosen.ids, pair.rejected.ids):
                     ids %= 50
             layout.collate(batch_of(*pairs))
-            (pairs[1].prompt_ids, pairs[1].chosen_ids, pairs[1].rejected_ids)[side][-1] = outside
+            (pairs[1].prompt_ids, pairs[1].chosen.ids, pairs[1].rejected.ids)[side][-1] = outside
             with pytest.raises(UserError) as raised:
                 layout.collate(batch_of(*pairs))
             assert str(raised.value) == (

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.support.segment_visibility import visibility
 from tests.support.tiny_models import batch_of, pair_of, tiny_model
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.errors import UserError
 from thresher.models.attention.flex import (
     MAX_COMPILED_VARIANTS,
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 LIST_NAMES = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
 
 
-def random_batch(rng: np.random.Generator, longest: int) -> PairBatch:
+def random_batch(rng: np.random.Generator, longest: int) -> ExampleBatch:
     """One to six pairs, some with a random part of their tokens scored, also none of a side."""
     pairs = []
     for seed in range(rng.integers(1, 7)):

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.tiny_models import pair_of
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.models import lm_head as head_module
 from thresher.models.layouts import PackedLayout
 from thresher.models.lm_head import (
@@ -177,7 +177,7 @@ def test_the_largest_tensor_of_a_step_is_less_than_an_eighth_of_the_logits():
         )
     )
     pairs = tuple(pair_of(90, 45, 60, seed=seed) for seed in range(8))
-    inputs = layout.collate(PairBatch(torch.arange(8).numpy(), pairs))
+    inputs = layout.collate(ExampleBatch(torch.arange(8).numpy(), pairs))
     shapes = {tuple(shape) for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
     pair_model = PairModel.for_layout(model, torch.float32, layout)
     with LargestActivation(shapes) as largest:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 from tests.support.segment_visibility import visibility
-from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, tiny_model
-from thresher.data.pair import Pair, PairBatch
+from tests.support.tiny_models import FAMILIES, MIXED, VOCAB, batch_of, pair_of, replace_side, tiny_model
+from thresher.data.example import Example, ExampleBatch
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ExampleLogps
 from thresher.models.attention.flash import flash_attention, segment_calls
 from thresher.models.attention.flex import block_mask, flex_segment_attention
 from thresher.models.attention.interface import dense_attention
@@ -26,10 +24,10 @@ SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_p
 PACKABLE = list(FAMILIES)
 
 
-def pair_with_responses(prompt: int, chosen: list[int], rejected: list[int]) -> Pair:
+def pair_with_responses(prompt: int, chosen: list[int], rejected: list[int]) -> Example:
     """A pair with given response tokens and a fixed random prompt."""
     tokens = np.random.default_rng(9).integers(3, VOCAB, prompt).astype(np.int32)
-    return Pair(tokens, np.array(chosen, dtype=np.int32), np.array(rejected, dtype=np.int32))
+    return Example.pair(tokens, np.array(chosen, dtype=np.int32), np.array(rejected, dtype=np.int32))
 
 
 ODD = batch_of(
@@ -47,18 +45,18 @@ LATE = batch_of(
 
 
 def score(
-    model: torch.nn.Module, layout: Layout, batch: PairBatch, dtype: torch.dtype = torch.float32
-) -> ChosenRejectedLogps:
+    model: torch.nn.Module, layout: Layout, batch: ExampleBatch, dtype: torch.dtype = torch.float32
+) -> ExampleLogps:
     if layout.name == "padded":  # sdpa does not support soft-capped scores
         model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
     return PairModel.for_layout(model, dtype, layout).score(layout.collate(batch))
 
 
-def values(sides: ChosenRejectedLogps) -> torch.Tensor:
+def values(sides: ExampleLogps) -> torch.Tensor:
     return torch.cat([sides.chosen.values, sides.rejected.values])
 
 
-def gradient(model: torch.nn.Module, layout: Layout, batch: PairBatch) -> torch.Tensor:
+def gradient(model: torch.nn.Module, layout: Layout, batch: ExampleBatch) -> torch.Tensor:
     model.zero_grad()
     sides = score(model, layout, batch)
     (sides.chosen.values.sum() - 2 * sides.rejected.values.sum()).backward()
@@ -92,18 +90,18 @@ def test_bf16_compute_agrees_within_bf16_error(model, layout):
     assert (found - padded).abs().mean() <= 2 * (padded - exact).abs().mean() + 1e-3
 
 
-def changed(pair: Pair, side: str, at: int) -> Pair:
-    ids = getattr(pair, side).copy()
+def changed(pair: Example, side: str, at: int) -> Example:
+    ids = getattr(pair, side).ids.copy()
     ids[at] = (ids[at] - 3 + 1) % (VOCAB - 3) + 3
-    return dataclasses.replace(pair, **{side: ids})
+    return replace_side(pair, ("chosen", "rejected").index(side), ids=ids)
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
 def test_a_token_of_one_side_does_not_affect_the_other_side_or_another_pair_bitwise(model, side):
     pairs = list(MIXED.pairs)
     before = score(model, SHARED, MIXED)
-    for at in range(len(pairs[1].chosen_ids if side == "chosen" else pairs[1].rejected_ids)):
-        after = score(model, SHARED, batch_of(pairs[0], changed(pairs[1], f"{side}_ids", at), pairs[2]))
+    for at in range(len(pairs[1].chosen.ids if side == "chosen" else pairs[1].rejected.ids)):
+        after = score(model, SHARED, batch_of(pairs[0], changed(pairs[1], side, at), pairs[2]))
         other = "rejected" if side == "chosen" else "chosen"
         assert torch.equal(getattr(after, other).values, getattr(before, other).values)
         changed_side, unchanged_side = getattr(after, side), getattr(before, side)
@@ -116,7 +114,7 @@ def test_a_token_of_one_side_does_not_affect_the_other_side_or_another_pair_bitw
 
 def test_layouts_of_a_small_pair():
     """Prompt 7 8, chosen 20 21 22, rejected 30 31: the last token of a response predicts nothing and is omitted."""
-    pair = Pair(*(np.array(ids, dtype=np.int32) for ids in ([7, 8], [20, 21, 22], [30, 31])))
+    pair = Example.pair(*(np.array(ids, dtype=np.int32) for ids in ([7, 8], [20, 21, 22], [30, 31])))
     shared = SHARED.collate(batch_of(pair))
     assert shared.model_inputs["input_ids"].tolist() == [[7, 8, 20, 21, 30]]
     assert shared.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2]]

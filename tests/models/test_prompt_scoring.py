@@ -17,7 +17,7 @@ from tests.support.tiny_models import MIXED, tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.reference import open_cache
 from thresher.config import parse_config
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.models.forward_check import check_logps
 from thresher.models.loading.load import disable_dropout, load_model
 from thresher.models.logps import PairModel
@@ -34,14 +34,16 @@ def model():
     return model
 
 
-def with_one_prompt_token(batch: PairBatch) -> PairBatch:
+def with_one_prompt_token(batch: ExampleBatch) -> ExampleBatch:
     """The same sequences, of which all tokens but the first are the response."""
 
-    def moved(pair: Pair) -> Pair:
+    def moved(pair: Example) -> Example:
         rest = pair.prompt_ids[1:]
-        return Pair(pair.prompt_ids[:1], *(np.concatenate([rest, ids]) for ids in (pair.chosen_ids, pair.rejected_ids)))
+        return Example.pair(
+            pair.prompt_ids[:1], *(np.concatenate([rest, ids]) for ids in (pair.chosen.ids, pair.rejected.ids))
+        )
 
-    return PairBatch(batch.pair_ids, tuple(map(moved, batch.pairs)))
+    return ExampleBatch(batch.pair_ids, tuple(map(moved, batch.pairs)))
 
 
 @BATCHES
@@ -51,8 +53,8 @@ def test_the_tokens_of_the_prompt_count_for_both_sides(model, layout, batch):
     expected = with_one_prompt_token(batch)
     ours, theirs = score(model, layout, batch), score(model, PADDED, expected)
     torch.testing.assert_close(values(ours), values(theirs), atol=1e-5, rtol=1e-5)
-    assert ours.chosen.lengths.tolist() == [len(p.prompt_ids) + len(p.chosen_ids) - 1 for p in batch.pairs]
-    assert ours.rejected.lengths.tolist() == [len(p.prompt_ids) + len(p.rejected_ids) - 1 for p in batch.pairs]
+    assert ours.chosen.lengths.tolist() == [len(p.prompt_ids) + len(p.chosen.ids) - 1 for p in batch.pairs]
+    assert ours.rejected.lengths.tolist() == [len(p.prompt_ids) + len(p.rejected.ids) - 1 for p in batch.pairs]
     wanted = gradient(model, PADDED, expected)
     assert (gradient(model, layout, batch) - wanted).norm() <= 1e-5 * wanted.norm()
 
@@ -81,7 +83,7 @@ def test_the_loss_is_the_formula_in_float64(tmp_path):
         model, sides = load_model(str(path)).double(), ([], [])
         for pair in pairs.pairs:
             first, *rest = pair.prompt_ids.tolist()
-            for side, ids in zip(sides, (pair.chosen_ids, pair.rejected_ids), strict=True):
+            for side, ids in zip(sides, (pair.chosen.ids, pair.rejected.ids), strict=True):
                 response = [*rest, *ids.tolist()]
                 with torch.no_grad():
                     side.append(minimal_dpo().response_logps(model, [[first]], [response])[0].double() / len(response))

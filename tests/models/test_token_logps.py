@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from tests.support.tiny_models import FAMILIES, GROUPED, MIXED, VOCAB, batch_of, pair_of, tiny_model
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
+from thresher.losses.pairs import ExampleLogps, TokenStatistics
 from thresher.models.forward_check import _layer_outputs, check_logps
 from thresher.models.layouts import PaddedLayout, choose_layout
 from thresher.models.lm_head import LogitTransform, logit_transform
@@ -34,7 +34,7 @@ def model(family):
     return model
 
 
-def score(model: torch.nn.Module, batch, **options) -> ChosenRejectedLogps:
+def score(model: torch.nn.Module, batch, **options) -> ExampleLogps:
     return PairModel.for_layout(model, torch.float32, LAYOUT).score(LAYOUT.collate(batch), **options)
 
 
@@ -52,10 +52,10 @@ def reference_logps(model: torch.nn.Module, prompt, response, mask) -> torch.Ten
     return torch.stack(logps).float()
 
 
-def expected_sides(model: torch.nn.Module, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_sides(model: torch.nn.Module, pair: Example) -> tuple[torch.Tensor, torch.Tensor]:
     return (
-        reference_logps(model, pair.prompt_ids, pair.chosen_ids, pair.chosen_mask),
-        reference_logps(model, pair.prompt_ids, pair.rejected_ids, pair.rejected_mask),
+        reference_logps(model, pair.prompt_ids, pair.chosen.ids, pair.chosen.mask),
+        reference_logps(model, pair.prompt_ids, pair.rejected.ids, pair.rejected.mask),
     )
 
 
@@ -94,7 +94,7 @@ def test_gradients_equal_those_of_the_logits(model):
     logits = model(**inputs.model_inputs, use_cache=False).logits
     rows = logits.reshape(-1, logits.shape[-1])[inputs.scored_rows].float()
     logps = rows.log_softmax(-1).gather(1, inputs.targets[:, None]).squeeze(1)
-    split = int(inputs.chosen_lengths.sum())
+    split = int(inputs.side_lengths[0].sum())
     (logps[:split].sum() - 2 * logps[split:].sum()).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()

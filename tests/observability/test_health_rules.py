@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ from tests.support.health_replay import replay
 from thresher.observability.health import rules
 from thresher.observability.health.history import History, pairs_before_comparison
 from thresher.observability.health.monitor import REARM_RECORDS, RuleEngine
-from thresher.observability.health.rules import RULES, Rule, RunFacts
+from thresher.observability.health.rules import RULES, Rule
 
 STEPS, PAIRS, VALIDATION_PAIRS = 200, 16, 100
-FACTS = RunFacts(
+FACTS = History(
     total_steps=STEPS,
-    num_pairs=1000,
+    num_training_pairs=1000,
     duplicates=10,
     initial_loss=math.log(2),
     starts_at_reference=True,
@@ -86,8 +87,8 @@ def spike(_: float, record: Metrics) -> Mapping[str, float]:
     return {"grad_norm": 300.0} if record["step"] in (120, 130, 140) else {}
 
 
-# the rule, the change of a healthy run that it must find, and the facts of the run
-FAULTS: dict[str, tuple[Fault, RunFacts]] = {
+# the rule, the change of a healthy run that it must find, and what is known of the run before its first step
+FAULTS: dict[str, tuple[Fault, History]] = {
     "likelihood_displacement": (lambda t, record: {"sft_loss": record["sft_loss"] + 1.1 * t}, FACTS),
     "length_exploitation": (lambda t, _: {"lengths/longer_preferred": 0.55 + 0.4 * t}, FACTS),
     "large_kl": (lambda t, record: {"kl": record["kl"] - 60 * t * (t > 0.1)}, FACTS),
@@ -106,7 +107,7 @@ FAULTS: dict[str, tuple[Fault, RunFacts]] = {
         FACTS,
     ),
     "overfitting": (lambda t, _: {"eval/loss": 0.65 + 0.8 * max(0.0, t - 0.3)}, FACTS),
-    "repeated_data": (lambda *_: {}, RunFacts(STEPS, num_pairs=1000, duplicates=80)),
+    "repeated_data": (lambda *_: {}, History(STEPS, num_training_pairs=1000, duplicates=80)),
 }
 
 
@@ -116,8 +117,8 @@ def test_every_rule_has_a_fault():
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rule_fires_once_on_its_fault_and_no_other_rule_does(name):
-    fault, facts = FAULTS[name]
-    events = list(replay(facts, with_fault(healthy(), fault)))
+    fault, known = FAULTS[name]
+    events = list(replay(known, with_fault(healthy(), fault)))
     assert [event.rule for event in events] == [name]
     assert all(math.isfinite(value) for value in events[0].evidence.values())
 
@@ -130,8 +131,8 @@ def test_noise_fires_no_rule(seed):
 @pytest.mark.parametrize("every", [5, 20])
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - {"initial_loss", "mismatched_reference", "gradient_spikes"}))
 def test_the_verdict_does_not_depend_on_logging_steps(name, every):
-    fault, facts = FAULTS[name]
-    assert [event.rule for event in replay(facts, in_intervals(with_fault(healthy(), fault), every))] == [name]
+    fault, known = FAULTS[name]
+    assert [event.rule for event in replay(known, in_intervals(with_fault(healthy(), fault), every))] == [name]
     assert list(replay(FACTS, in_intervals(healthy(), every))) == []
 
 
@@ -155,26 +156,26 @@ def test_the_run_that_lost_london_is_caught_and_a_run_with_less_drift_is_not():
             for step in range(5, 73, 5)
         ]
 
-    facts = RunFacts(total_steps=72, num_pairs=985)
-    (event,) = replay(facts, records([-28.2, -33.8, -42.3, -45.6], [0.0, 1.48, 2.43, 2.52]))
+    known = History(total_steps=72, num_training_pairs=985)
+    (event,) = replay(known, records([-28.2, -33.8, -42.3, -45.6], [0.0, 1.48, 2.43, 2.52]))
     assert event.rule == "likelihood_displacement"
     assert event.step <= 50  # before the last third of the run
     assert "rpo_alpha" in event.advice
     # the pilot at learning rate 2e-5: chosen fell by 4.2 nats
-    assert list(replay(facts, records([-28.2, -29.6, -31.0, -32.4], [0.0, 0.5, 1.0, 1.47]))) == []
+    assert list(replay(known, records([-28.2, -29.6, -31.0, -32.4], [0.0, 0.5, 1.0, 1.47]))) == []
 
 
 def test_a_run_without_a_reference_has_no_rule_that_needs_one():
     missing = {"kl", "entropy"}
     records = [{name: value for name, value in record.items() if name not in missing} for record in healthy()]
-    assert list(replay(RunFacts(STEPS, num_pairs=1000), records)) == []
+    assert list(replay(History(STEPS, num_training_pairs=1000), records)) == []
     displaced = with_fault(records, FAULTS["likelihood_displacement"][0])
-    assert [each.rule for each in replay(RunFacts(STEPS, 1000), displaced)] == ["likelihood_displacement"]
+    assert [each.rule for each in replay(History(STEPS, 1000), displaced)] == ["likelihood_displacement"]
 
 
 def test_supervised_fine_tuning_is_not_measured_by_preferences():
     records = with_fault(healthy(), FAULTS["chance_accuracy"][0])
-    assert list(replay(RunFacts(STEPS, num_pairs=1000, compares_sides=False), records)) == []
+    assert list(replay(History(STEPS, num_training_pairs=1000, compares_sides=False), records)) == []
 
 
 @pytest.mark.parametrize(
@@ -183,12 +184,12 @@ def test_supervised_fine_tuning_is_not_measured_by_preferences():
     ids=["as in the data", "longer", "chance, short data", "shorter", "chance, long data"],
 )
 def test_a_preference_for_a_length_is_one_beyond_the_data_and_beyond_chance(chosen, preferred, fires):
-    history = History(10_000, 100)
+    history = replace(FACTS)
     for record in healthy():
         history.add(
             int(record["step"]), record | {"lengths/longer_chosen": chosen, "lengths/longer_preferred": preferred}
         )
-    assert (rules.length_exploitation(history, FACTS) is not None) == fires
+    assert (rules.length_exploitation(history) is not None) == fires
 
 
 def test_an_accuracy_window_that_begins_during_the_warm_up_is_not_judged():
@@ -199,7 +200,7 @@ def test_an_accuracy_window_that_begins_during_the_warm_up_is_not_judged():
 
 def test_the_newest_window_shares_no_record_with_the_first():
     """Records of 64 pairs: the first window is steps 1 to 4, so the first one to compare with it is steps 5 to 8."""
-    history, windows = History(10_000, 100), []
+    history, windows = replace(FACTS), []
     for step in range(1, 9):
         history.add(step, {"loss": 1.0, "pairs_seen": 64 * step})
         window = history.recent()
@@ -217,7 +218,7 @@ def test_a_spike_after_the_first_ten_records_does_not_excuse_later_ones():
 def test_a_rule_fires_again_only_after_its_condition_has_been_absent():
     fault = FAULTS["entropy_collapse"][0]
     sick, well = with_fault(healthy(), fault), healthy(seed=1)
-    engine, fired = RuleEngine(FACTS), []
+    engine, fired = RuleEngine(replace(FACTS)), []
     for step, record in enumerate([*sick, *well[: REARM_RECORDS + 20], *sick[-20:], *sick[-20:]], start=1):
         fired += [each.step for each in engine.add(step, record | {"step": step, "pairs_seen": step * PAIRS})]
     assert len(fired) == 2
@@ -226,23 +227,23 @@ def test_a_rule_fires_again_only_after_its_condition_has_been_absent():
 
 def test_a_condition_that_comes_and_goes_does_not_fire_again():
     """Only records in a row without the condition count: here there are never as many."""
-    rule = Rule("flicker", "it flickers", "none", lambda history, facts: {"step": 1.0} if next(holds) else None)
+    rule = Rule("flicker", "it flickers", "none", lambda history: {"step": 1.0} if next(holds) else None)
     pattern = [True, *[False] * (REARM_RECORDS - 1)]
     holds = iter(pattern * 3 + [False, True])
-    engine = RuleEngine(FACTS, [rule])
+    engine = RuleEngine(replace(FACTS), [rule])
     fired = [step for step in range(len(pattern) * 3 + 2) if engine.check(step)]
     assert fired == [0, len(pattern) * 3 + 1]
 
 
 def test_a_record_of_an_evaluation_or_of_skipped_steps_is_ignored():
-    engine = RuleEngine(FACTS)
+    engine = RuleEngine(replace(FACTS))
     assert engine.add(3, {"eval/loss": 9.0}) == []
     assert engine.add(3, {"lr": 1e-6, "pairs_seen": 0}) == []
 
 
 def test_the_message_has_the_step_the_numbers_and_the_setting_to_change():
-    fault, facts = FAULTS["likelihood_displacement"]
-    (event,) = replay(facts, with_fault(healthy(), fault))
+    fault, known = FAULTS["likelihood_displacement"]
+    (event,) = replay(known, with_fault(healthy(), fault))
     text = str(event)
     assert text.startswith(f"health: likelihood_displacement at step {event.step}: the chosen responses become less")
     assert f"chosen NLL per token now {event.evidence['chosen NLL per token now']:.4g}" in text
@@ -250,7 +251,7 @@ def test_the_message_has_the_step_the_numbers_and_the_setting_to_change():
 
 
 def test_repetition_is_checked_at_evaluations_without_training_metrics():
-    engine = RuleEngine(FACTS)
+    engine = RuleEngine(replace(FACTS))
     assert engine.add(10, {"samples/repetition/policy": 0.35, "samples/repetition/reference": 0.1}) == []
     (event,) = engine.add(20, {"samples/repetition/policy": 0.55, "samples/repetition/reference": 0.1})
     assert (event.rule, event.step) == ("repetition", 20)
@@ -258,8 +259,7 @@ def test_repetition_is_checked_at_evaluations_without_training_metrics():
 
 def evaluations(training: Metrics, of_validation: list[Metrics], pairs: int) -> list[str]:
     """The rules that fire if every evaluation follows ten steps of 8 pairs with these training metrics."""
-    facts = RunFacts(total_steps=50, num_pairs=400, num_validation_pairs=pairs)
-    engine, fired = RuleEngine(facts), []
+    engine, fired = RuleEngine(History(total_steps=50, num_training_pairs=400, num_validation_pairs=pairs)), []
     for number, evaluated in enumerate(of_validation):
         for step in range(10 * number + 1, 10 * number + 11):
             fired += engine.add(step, {"loss": 0.1, "pairs_seen": 8 * step, **training})
@@ -279,6 +279,13 @@ def test_swapped_columns_are_found_from_validation_within_400_pairs():
     # the margins alone: as large as in training, with the opposite sign
     logged = [each | {"rewards/accuracies": 0.3, "rewards/margins": -3.0} for each in logged]
     assert evaluations(training, logged, pairs=24) == ["validation_below_chance at 10"]
+
+
+def test_swapped_columns_are_not_reported_as_overfitting_too():
+    """2,400 validation pairs: the rise of 0.2 is beyond the limit, which is 10 % of the first loss."""
+    training = {"rewards/accuracies": 1.0, "rewards/margins": 3.0}
+    logged = [{"rewards/accuracies": 0.1, "rewards/margins": -0.5, "loss": loss} for loss in (1.2, 1.4, 1.6)]
+    assert evaluations(training, logged, pairs=2400) == ["validation_below_chance at 10"]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +324,7 @@ def test_overfitting_is_a_validation_loss_far_above_its_minimum(losses, trained,
 
 @pytest.mark.parametrize(("pairs_per_record", "first"), [(8, 512), (16, 512), (128, 768), (100, 600)])
 def test_rules_compare_from_the_pair_on_that_is_announced(pairs_per_record, first):
-    history, seen = History(10_000, 100), 0
+    history, seen = replace(FACTS), 0
     while history.recent() is None:
         seen += pairs_per_record
         history.add(seen, {"loss": 1.0, "pairs_seen": seen})

@@ -277,7 +277,10 @@ class TestWandb:
     def test_an_api_key_in_the_config_selects_online(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tracker = WandbTracker(wandb_project="p", wandb_api_key="k" * 40)
         monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        monkeypatch.setenv("WANDB_API_KEY", "of another account")
         assert tracker._choose_mode() == "online"
+        assert os.environ["WANDB_API_KEY"] == "k" * 40
+        assert not (tmp_path / "netrc").exists(), "the key is for this run alone"
 
     def test_a_new_run_in_the_same_directory_gets_another_id(self, tmp_path: Path) -> None:
         for _ in range(2):

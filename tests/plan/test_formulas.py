@@ -15,14 +15,16 @@ from thresher.builders.hardware import GPUS, find_gpu
 from thresher.builders.memory import ModelSize, Process, held_memory
 from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.batching.batches import CostModel, MicroBatching
+from thresher.data.batching.plan import Plan
+from thresher.data.example import Example, ExampleBatch
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.plan.estimate import Estimate
 from thresher.plan.step import Cluster, step_flops, step_time, wire_bytes
-from thresher.plan.workload import Rows, rows_of
+from thresher.plan.workload import Rows, rows_of, sample_workload
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,
@@ -58,8 +60,8 @@ def test_rows_from_lengths_are_those_of_the_layout(layout):
     draw = np.random.default_rng(0)
     for _ in range(50):
         lengths = draw.integers(1, 9, size=(int(draw.integers(1, 6)), 3))
-        pairs = tuple(Pair(*(np.arange(3, 3 + size, dtype=np.int32) for size in pair)) for pair in lengths)
-        inputs = layout.collate(PairBatch(np.arange(len(pairs)), pairs))
+        pairs = tuple(Example.pair(*(np.arange(3, 3 + size, dtype=np.int32) for size in pair)) for pair in lengths)
+        inputs = layout.collate(ExampleBatch(np.arange(len(pairs)), pairs))
 
         rows = rows_of(lengths.astype(np.uint32), layout)
 
@@ -99,6 +101,23 @@ def test_stages_and_tensor_parallel_shards_add_up_to_the_model(llama_8b):
         held = sum(replace(first, stage=stage).elements.total for stage in range(dims.pp))
         norms = llama_8b.others.total  # each process has all of its layers' norms
         assert dims.tp * (held - norms) + norms == pytest.approx(llama_8b.parameters.total)
+
+
+def test_the_last_stage_has_a_copy_of_tied_embeddings(llama_8b):
+    tied = replace(llama_8b, tied=True)
+    whole = process_of(tied, ParallelDims())
+    first = process_of(tied, ParallelDims(pp=2), pp_size=2)
+    held = first.elements.total + replace(first, stage=1).elements.total
+    assert held - whole.elements.total == 128256 * 4096
+
+
+def test_rows_per_step_count_all_ranks_although_some_are_sampled():
+    lengths = np.full((256, 3), (10, 5, 5), dtype=np.uint32)
+    batching = MicroBatching(lengths, CostModel(attention_per_key=0, shares_prompt=True))
+    layout = PackedLayout(shares_prompt=True, scores_prompt=False)
+    plan = Plan(num_pairs=256, seed=0, pairs_per_step=256, num_steps=1)
+    workload = sample_workload(plan, batching, layout, num_ranks=128, is_assumed=True)
+    assert workload.rows_per_step == rows_of(lengths, layout).total
 
 
 def test_flops_are_six_per_parameter_and_row_for_short_rows(llama_8b):

@@ -19,7 +19,7 @@ from thresher.plan.step import Cluster
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 PAIRS = pairs_of(3, prompt=12, response=9)
-SIZES = [(len(pair.prompt_ids), len(pair.chosen_ids), len(pair.rejected_ids)) for pair in PAIRS]
+SIZES = [(len(pair.prompt_ids), len(pair.chosen.ids), len(pair.rejected.ids)) for pair in PAIRS]
 BF16: dict[str, Any] = {"dtype": "bf16"}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_target": ["all-linear"]}
 

@@ -16,7 +16,7 @@ from tests.support.published_models import NUM_PARAMETERS
 from tests.support.small_runs import write_rows
 from thresher.builders.hardware import GPUS
 from thresher.config import parse_config
-from thresher.distributed.mesh import AXES, ParallelDims
+from thresher.distributed.mesh import MESH_DIMS, ParallelDims
 from thresher.errors import UserError
 from thresher.plan.estimate import Estimate, KnownRun, estimate_run
 from thresher.plan.search import WORTHWHILE, cheaper_meshes, possible_meshes, search_meshes
@@ -43,7 +43,7 @@ def searched(directory):
 
 def neighbours(dims: ParallelDims) -> Iterator[ParallelDims]:
     """One size doubled, and another one halved."""
-    for up, down in permutations(AXES, 2):
+    for up, down in permutations(MESH_DIMS, 2):
         if getattr(dims, down) % 2 == 0:
             yield replace(dims, **{up: 2 * getattr(dims, up), down: getattr(dims, down) // 2})
 

@@ -20,7 +20,7 @@ from thresher.builders.hardware import GPUS
 from thresher.config import parse_config
 from thresher.plan.estimate import Estimate
 from thresher.plan.simulate.run import SimulatedRank, simulate_stage
-from thresher.plan.step import Axis, Cluster
+from thresher.plan.step import Cluster, MeshDim
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ class Simulated:
     num_gpus: int
     axes: dict[str, int]
     peak: float
-    wire: dict[Axis, float]
+    wire: dict[MeshDim, float]
     operations: int
     waits: int = 1
     is_lora: bool = False
@@ -59,7 +59,7 @@ class Simulated:
 
 
 ALL_AXES = {"pp_size": 2, "dp_replicate": 2, "cp_size": 2, "tp_size": 2}
-TINY: dict[Axis, float] = {"pp": 0.009, "dp_shard": 0.018, "tp": 0.13, "cp": 0.026, "dp_replicate": 0.002}
+TINY: dict[MeshDim, float] = {"pp": 0.009, "dp_shard": 0.018, "tp": 0.13, "cp": 0.026, "dp_replicate": 0.002}
 TP_8, TP_8_WIRE = {"tp_size": 8}, 302.0
 SPLIT, SPLIT_ONCE = {**TP_8, "sequence_parallel": 1}, {"tp_size": 4, "sequence_parallel": 1, "zero_stage": 1}
 # counted, plus 3 % or less; what is far above a ceiling is a regression, and what is far below it lowers the ceiling

@@ -46,7 +46,7 @@ def test_logps_round_trip_bit_for_bit(tmp_path):
     keys = [draw.bytes(16) for _ in range(20)]
     sides = [[draw.normal(size=n).astype(np.float32) for n in draw.integers(0, 9, 20)] for _ in range(2)]
     sides[0][3] = np.array([-np.inf, -0.0, np.nan, np.float32(1e-42)], dtype=np.float32)
-    file = write_shard(tmp_path, keys, *sides)
+    file = write_shard(tmp_path, keys, list(zip(*sides, strict=True)))
     assert ([file], file.num_pairs, verify_shard(file)) == (list_shards(tmp_path), 20, None)
     shard = CacheShard(file.path)
     assert [key.tobytes() for key in read_keys(file.path)] == keys
@@ -68,14 +68,14 @@ def test_lookup_equals_a_dictionary(tmp_path, repeats):
     for shard_keys in (keys[100:200], keys[150:]):
         values = [np.array([number], np.float32) for number in range(len(first), len(first) + len(shard_keys))]
         time.sleep(0.002)  # names have milliseconds, and the oldest shard wins
-        write_shard(cache.directory, shard_keys, values, values)
+        write_shard(cache.directory, shard_keys, [(each, each) for each in values])
         first = dict(zip(reversed(shard_keys), reversed(values), strict=True)) | first
     found = cache.find(np.frombuffer(b"".join(run), dtype="V16"))
     assert found.is_missing().tolist() == [key not in first for key in run]
     known = [position for position, key in enumerate(run) if key in first]
     assert len(known) > 50 * repeats
     for position in known:
-        assert found.logps(position) == (first[run[position]],) * 2
+        assert found.logps(position) == [first[run[position]]] * 2
 
 
 def test_an_empty_lookup_or_an_empty_cache_finds_nothing(tmp_path):
@@ -84,7 +84,7 @@ def test_an_empty_lookup_or_an_empty_cache_finds_nothing(tmp_path):
     cache.writer()
     one = np.frombuffer(b"0123456789abcdef", dtype="V16")
     assert cache.find(one).is_missing().tolist() == [True]
-    write_shard(cache.directory, [one.tobytes()], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
+    write_shard(cache.directory, [one.tobytes()], [(np.zeros(1, np.float32),) * 2])
     assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
     assert cache.find(one).is_missing().tolist() == [False]
 
@@ -131,7 +131,7 @@ def test_only_shards_that_a_run_needs_are_read_in_full(tmp_path, caplog):
     """Reading a large cache to verify it takes long, so a shard is verified once, and only for its pairs."""
     cache, logps = open_cache(tmp_path), np.full(1, -3.0, np.float32)
     cache.writer()
-    needed, other = (write_shard(cache.directory, [key * 16], [logps], [logps]) for key in (b"n", b"o"))
+    needed, other = (write_shard(cache.directory, [key * 16], [(logps, logps)]) for key in (b"n", b"o"))
     for shard in (needed, other):  # damaged in a way that does not show in the columns and keys
         shard.path.write_bytes(shard.path.read_bytes().replace(logps.tobytes(), np.float32(-4.0).tobytes()))
     cache.mark_verified([needed])  # as after writing it
@@ -161,7 +161,7 @@ def test_a_cache_that_cannot_be_created_is_reported_with_a_hint(tmp_path):
 
 def test_a_failed_write_names_the_cache_directory(tmp_path):
     with pytest.raises(UserError, match=r"could not write to the reference cache in .*: No such file"):
-        write_shard(tmp_path / "gone", [b"k" * 16], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
+        write_shard(tmp_path / "gone", [b"k" * 16], [(np.zeros(1, np.float32),) * 2])
 
 
 def test_a_shard_is_written_when_it_is_full_or_old(tmp_path, monkeypatch):
@@ -169,21 +169,21 @@ def test_a_shard_is_written_when_it_is_full_or_old(tmp_path, monkeypatch):
     monkeypatch.setattr(cache_files, "SHARD_BYTES", 6 * 96)
     with ShardWriter(tmp_path) as writer:
         for number in range(13):
-            writer.add(bytes([number]) * 16, one, one)  # 96 bytes
+            writer.add(bytes([number]) * 16, (one, one))  # 96 bytes
             writer.end_block()
     assert [shard.num_pairs for shard in writer.written] == [6, 6, 1]
     monkeypatch.undo()
     monkeypatch.setattr(cache_files, "SHARD_SECONDS", 0.0)
     with ShardWriter(tmp_path) as writer:
         for number in range(3):
-            writer.add(bytes([number]) * 16, one, one)
+            writer.add(bytes([number]) * 16, (one, one))
             writer.end_block()
     assert [shard.num_pairs for shard in writer.written] == [1, 1, 1]
 
 
 def test_a_shard_is_named_by_the_time_at_which_it_was_written(tmp_path):
     before = time.time()
-    file = write_shard(tmp_path, [b"0" * 16], [np.zeros(1, np.float32)], [np.zeros(1, np.float32)])
+    file = write_shard(tmp_path, [b"0" * 16], [(np.zeros(1, np.float32),) * 2])
     assert before - 0.001 <= file.created <= time.time()
 
 

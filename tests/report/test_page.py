@@ -19,6 +19,7 @@ from thresher.observability.trackers.jsonl import StepLog, read_metrics, read_re
 from thresher.report.charts import Chart
 from thresher.report.page import MAX_BYTES, render_page, sections_of
 from thresher.report.run_files import read_runs
+from thresher.report.tables import outcome_rows
 
 vl_convert = pytest.importorskip("vl_convert", reason="the extra report is not installed")
 
@@ -168,6 +169,8 @@ def test_records_of_a_run_have_their_sections(copy_run: Callable[..., Path]) -> 
         assert text in page.text
     assert "hello 4" in page.text
     assert "hello 2" not in page.text
+    outcome = {row.heading: row.cells for row in outcome_rows(read_runs([run]))}
+    assert outcome["health events"] == ["1"], "a run that was continued is not a new event"
     assert page.points("answer-length-distribution", answers="policy, after training")
 
 

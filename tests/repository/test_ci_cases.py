@@ -1,6 +1,6 @@
 """CI runs every value of every parameter of the tests whose cases it does not run all.
 
-`pytest tests/repository/test_ci_cases.py --write-tables` writes the table in docs/internals/testing.md anew.
+`pytest tests/repository/test_ci_cases.py --write-tables` writes the table in tests/covered.md anew.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.ci_cases import Case, choose, render_table
 from tests.support.engines import parity_cases
-from tests.support.engines.parity import axes_text
+from tests.support.engines.parity import mesh_text
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "docs" / "internals" / "testing.md"
+PAGE = ROOT / "tests" / "covered.md"
 BEGIN, END = "<!-- covered cases: begin -->", "<!-- covered cases: end -->"
 PARITY = "tests/engines/test_parity.py::test_three_steps_on_every_mesh_equal_the_oracle"
 
@@ -45,13 +45,13 @@ def test_every_value_of_the_parity_matrix_and_every_mesh_with_every_layout_runs_
     in_ci = {value for case in tests[PARITY] if case.in_ci for value in case.values}
     for sizes in parity_cases.MESHES:
         for layout in parity_cases.row_layouts(sizes):
-            assert ("mesh, layout", f"{axes_text(sizes)}, {layout}") in in_ci
+            assert ("mesh, layout", f"{mesh_text(sizes)}, {layout}") in in_ci
     assert {("loss", loss) for loss in parity_cases.LOSSES} <= in_ci
     assert {("family", family) for family in parity_cases.FAMILIES} <= in_ci
     assert {("also, family", case.case_values["also, family"]) for case in parity_cases.MATRIX} <= in_ci
 
 
-def test_the_table_in_the_docs_is_what_ci_runs(tests, request):
+def test_the_table_of_covered_cases_is_what_ci_runs(tests, request):
     before, _, rest = PAGE.read_text().partition(BEGIN)
     shown, _, after = rest.partition(END)
     table = render_table(tests)

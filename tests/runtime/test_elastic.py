@@ -96,7 +96,7 @@ def test_a_run_grows_only_between_a_checkpoint_and_the_next_step():
     ranks, room = Ranks(), [None, "the cluster has room for 4 more workers"]
     runtime = Runtime(None, ranks)
     runtime.can_scale_up = lambda: room[0]
-    trainer = StartedRun(runtime, None, None, None, print)
+    trainer = StartedRun(runtime, None, None, print)
     trainer.save()
     list(trainer.run(2))  # no room yet
     room.reverse()

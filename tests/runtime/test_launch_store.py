@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from queue import Queue
 
 import pytest
 import torch.distributed as dist
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from tests.support.ports import free_ports, listening
 from thresher.errors import ResourceError, UserError
 from thresher.redact import MASK, restore_secrets
+from thresher.runtime import torchrun
 from thresher.runtime.launch import Launch
 from thresher.runtime.launch_session import LaunchSession
 from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
-from thresher.runtime.torchrun import LaunchedRank, LaunchedRanks
+from thresher.runtime.torchrun import LaunchedRank, LaunchedRanks, address_among_ranks
 
 SECRETS = {
     "tracker_kwargs": {"wandb_api_key": "0123456789secret", "project": "mine"},
@@ -102,14 +105,14 @@ def test_a_rank_with_another_token_says_what_to_set():
 def test_a_call_that_is_not_on_the_list_is_refused_even_if_it_is_signed():
     first, second = sessions(dist.HashStore())
     first.messages.send("call/1", ["log_stacks", [], None])
-    with pytest.raises(UserError, match="'log_stacks', which is no call of a run"):
+    with pytest.raises(UserError, match="'log_stacks', which is not a call of a run"):
         second.follow(LaunchedRank(second.launch, second.store), dict)
 
 
 def test_a_rank_that_ends_without_a_word_in_a_call_is_found_by_its_missing_heartbeats():
     first, second = sessions(dist.HashStore())
     first._heartbeat_timeout = 2.0
-    second.send_heartbeats(2.0)()  # ended at once, as by SIGKILL
+    second.send_heartbeats(2.0, pytest.fail)()  # ended at once, as by SIGKILL
     message = r"rank 1 has sent no heartbeat for [\d.]+ s: it has ended, is stopped, .* rerun the same command"
     with pytest.raises(UserError, match=message), first.on_all("save"):
         pass
@@ -119,7 +122,8 @@ def test_a_rank_that_sends_heartbeats_may_take_any_time_for_a_call_even_while_it
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     first, second = sessions(store)
     first._heartbeat_timeout = 2.0
-    end = second.send_heartbeats(2.0)
+    first_ends = first.send_heartbeats(2.0, pytest.fail)
+    end = second.send_heartbeats(2.0, pytest.fail)
 
     def save() -> None:
         with first.on_all("save"):
@@ -132,6 +136,22 @@ def test_a_rank_that_sends_heartbeats_may_take_any_time_for_a_call_even_while_it
         assert not saving.done()
         second.store.add("done/1", 1)
         saving.result(timeout=60)
+    end()
+    first_ends()
+
+
+def test_a_rank_0_that_is_stopped_outside_of_a_step_is_found_by_the_others():
+    first, second = sessions(dist.HashStore())
+    silent: Queue[tuple[float, str]] = Queue()
+    end_of_first = first.send_heartbeats(2.0, pytest.fail)
+    end = second.send_heartbeats(2.0, lambda message: silent.put((time.monotonic(), message)))
+    time.sleep(4.0)
+    assert silent.empty(), "rank 0 sends heartbeats, however long its call takes"
+    stopped = time.monotonic()
+    end_of_first()
+    found, message = silent.get(timeout=30)
+    assert 1.5 < found - stopped < 8.0
+    assert message.startswith("rank 0 has sent no heartbeat for 2 s: it has ended, is stopped, ")
     end()
 
 
@@ -195,6 +215,29 @@ def test_rank_0_listens_on_the_master_address_alone(host, monkeypatch):
     assert store.get("key") == b"value"
     assert addresses_of(port) <= {"0100007F", "00000000000000000000000001000000"}
     assert addresses_of(port)
+
+
+@pytest.mark.parametrize(
+    ("routes", "addresses"),
+    [
+        # Debian gives a machine's own name a loopback address, so the way to rank 0 is local there and remote elsewhere
+        ([{"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}, {"node0": "10.0.0.2"}], ["10.0.0.1", "10.0.0.2"]),
+        ([{"node0": "10.0.0.1"}, {"node0": "10.0.0.2"}], ["10.0.0.1", "10.0.0.2"]),
+        ([{"node0": "127.0.1.1"}, {"node0": "127.0.1.1"}], ["127.0.1.1", "127.0.1.1"]),  # one machine
+    ],
+    ids=["own name is loopback", "own name is remote", "one machine"],
+)
+def test_ranks_on_several_nodes_never_talk_over_loopback(routes, addresses, monkeypatch):
+    """The routes of two machines are given: this one has no second."""
+    here = threading.local()
+    monkeypatch.setattr(torchrun, "_local_address", lambda host, _: here.routes[host])
+    store = dist.HashStore()
+
+    def address(rank: int) -> str:
+        here.routes = routes[rank]
+        return address_among_ranks(store, Launch("srun", rank, 2, 0, ("node0", 1)))
+
+    assert on_both(address) == addresses
 
 
 def test_a_port_in_use_is_an_error_that_names_the_variables():

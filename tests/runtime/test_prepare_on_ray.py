@@ -23,7 +23,7 @@ from thresher.data.prepare.prepare import DataSettings, prepare
 from thresher.data.sources import readers
 from thresher.data.sources.readers import split_source
 from thresher.data.sources.resolve import resolve_sources
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.runtime.ray.ray_data import run_on_ray
 
@@ -69,9 +69,9 @@ def test_one_process_and_one_and_two_ray_workers_give_the_same_bytes(
 ) -> None:
     names = [*many_files(tmp_path), f"file://{write_lines(tmp_path / 'url.jsonl', [row(n) for n in range(99)])}"]
     assert [len(split_source(source)) for source in resolve_sources(names)] == [11, 2, 3, 1, 1]
-    settings = DataSettings(names, "raw", on_bad_row="quarantine", shard_rows=500)
+    settings = DataSettings(names, "raw", on_bad_row="quarantine", join_labelled=True, shard_rows=500)
     report = prepare(settings, make_tokenizer(), tmp_path / "here")
-    assert (report.bad_rows, len(PairStore.open(tmp_path / "here").manifest["shards"])) == (1, 5)
+    assert (report.bad_rows, len(ExampleStore.open(tmp_path / "here").manifest["shards"])) == (1, 5)
     quarantined = (tmp_path / "here.quarantine.jsonl").read_bytes()
     assert json.loads(quarantined)["number"] == 2201
     for num_workers in (1, 2):

@@ -10,8 +10,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import ray
 
-from thresher.runtime.ray.session import protect_token
+from thresher.errors import ResourceError
+from thresher.runtime.ray.session import protect_token, ray_session
 
 SESSIONS = """
 from thresher.errors import RunStopped
@@ -75,6 +77,55 @@ def test_a_home_that_cannot_be_written_is_left_to_ray(home, monkeypatch):
     monkeypatch.setenv("HOME", str(home / "absent"))
     protect_token()
     assert list(home.iterdir()) == []
+
+
+@pytest.fixture
+def starts(home, monkeypatch) -> list[str | None]:
+    """What happens to each start of Ray, the next one first: an error's text, or None if it succeeds."""
+    left: list[str | None] = []
+
+    def init(*, _temp_dir: str, **_: object) -> None:
+        (Path(_temp_dir) / "logs").mkdir(parents=True, exist_ok=True)
+        if (error := left.pop(0)) is not None:
+            raise Exception(error)  # as Ray raises it
+
+    monkeypatch.setenv("RAY_TMPDIR", str(home))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    return left
+
+
+TIMED_OUT = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
+
+
+def test_a_start_of_ray_that_timed_out_is_tried_once_more(starts, caplog):
+    starts[:] = [TIMED_OUT, None]
+    with ray_session(None):
+        assert starts == []
+    assert caplog.messages == ["Ray did not start in time; trying once more"]
+
+
+def test_ray_that_does_not_start_in_time_twice_is_an_error_that_names_its_logs(starts, home):
+    starts[:] = [TIMED_OUT, TIMED_OUT, None]
+    with (
+        pytest.raises(ResourceError, match="did not start in time on this machine, twice") as raised,
+        ray_session(None),
+    ):
+        pass
+    assert starts == [None]
+    (kept,) = home.glob("thresher-*")
+    assert f"see {kept}," in str(raised.value)
+    assert (kept / "ray" / "logs").is_dir()
+    assert mode_of(kept) == 0o700
+
+
+def test_another_error_of_a_start_is_not_tried_again_and_leaves_nothing(starts, home):
+    starts[:] = ["of something else", None]
+    with pytest.raises(Exception, match="of something else"), ray_session(None):
+        pass
+    assert starts == [None]
+    assert not list(home.glob("thresher-*"))
 
 
 @pytest.mark.hand  # CI has the files of the token

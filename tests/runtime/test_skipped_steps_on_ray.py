@@ -15,7 +15,7 @@ from tests.support.compared_runs import merge
 from tests.support.small_runs import last_weights, open_small_inputs
 from tests.support.worker_killer import Killer
 from thresher.config import parse_config
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
 
@@ -42,7 +42,7 @@ def poisoned(base, tmp_path_factory) -> tuple[dict[str, Any], int, str]:
     file = directory / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = merge(base, {"actor_train": {"data_args": {"file_name": str(file)}}, "track_with": ["console"]})
-    store: PairStore = inputs.train
+    store: ExampleStore = inputs.train
     content = b"".join(hashes.tobytes() for hashes in store.hashes())[16 * pair : 16 * pair + 16]
     return values, pair, content.hex()
 

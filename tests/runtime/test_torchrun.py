@@ -39,7 +39,7 @@ SECONDS = 240
 
 @pytest.fixture(scope="module")
 def config(base, tmp_path_factory) -> dict[str, Any]:
-    """Policy and reference are the same model: without workers of its own, it runs on the policy's axes."""
+    """Policy and reference are the same model: without its own workers, it runs on the policy's mesh."""
     return merge(base, {"reference": {"model_args": {"model_name_or_path": None}}})
 
 
@@ -178,6 +178,29 @@ def test_rank_0_notices_that_a_rank_was_killed_in_a_save_under_srun(config, tmp_
     assert line.startswith("error: rank 1 has sent no heartbeat for ")
 
 
+def test_the_others_say_that_rank_0_was_killed_under_srun(config, tmp_path):
+    """Rank 0 hosts the store, so the others lose it without a word."""
+    path = write(config, tmp_path / "out", {"actor_train": LAYOUTS["replicas"], "runtime": "torchrun"})
+    codes, shown = finish(start_tasks("tests.support.launched", "0:kill:2", "train", path))
+    assert codes == [-signal.SIGKILL, 2], shown
+    (line,) = errors(shown[1])
+    assert line.startswith("error: rank 0 has ended without saying why; see what it printed, then rerun")
+    assert "Traceback" not in shown[1]
+
+
+@pytest.mark.hand  # CI has the missing heartbeats alone
+def test_the_others_notice_that_rank_0_is_stopped_in_a_save(config, tmp_path):
+    changes = {"actor_train": LAYOUTS["replicas"], "heartbeat_timeout": TIMEOUT, "runtime": "torchrun"}
+    path = write(config, tmp_path / "out", changes)
+    tasks = start_tasks("tests.support.launched", "0:stop-in-save:2", "train", path, program=[sys.executable])
+    seconds = seconds_until_the_other_ends(tasks, stopped=0)
+    _, shown = finish(tasks)
+    print(f"found after {seconds:.1f} s")
+    assert seconds < TIMEOUT + 10
+    (line,) = errors("".join(shown))
+    assert line.startswith("error: rank 0 has sent no heartbeat for ")
+
+
 @pytest.mark.hand
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout_and_it_resumes_bitwise(config, launched, tmp_path):
     changes = {"actor_train": LAYOUTS["replicas"], "async_save": False, "heartbeat_timeout": 10, "runtime": "torchrun"}
@@ -218,22 +241,35 @@ def check_that_a_stopped_rank_is_found(config, tmp_path: Path, launcher: str, me
         command = [sys.executable, *TORCHRUN, "-m", "thresher", "train", path]
         tasks = [subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)]
     wait_for_steps(tmp_path / "out", 6, tasks)
-    ranks = {rank_of(pid): pid for task in tasks for pid in descendants(task.pid) if rank_of(pid) is not None}
-    os.kill(ranks[stopped], signal.SIGSTOP)
-    started = time.monotonic()
-    try:
-        while is_running(ranks[1 - stopped]) and time.monotonic() < started + 60:
-            time.sleep(0.1)
-        seconds = time.monotonic() - started
-    finally:
-        for pid in ranks.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    os.kill(pids_by_rank(tasks)[stopped], signal.SIGSTOP)
+    seconds = seconds_until_the_other_ends(tasks, stopped)
     _, shown = finish(tasks)
     print(f"{launcher}, {mesh}, rank {stopped} stopped: found after {seconds:.1f} s")
     assert seconds < TIMEOUT + 10
     (line,) = errors("".join(shown))
     assert line.startswith("error: no progress for ")
+
+
+def seconds_until_the_other_ends(tasks: list[subprocess.Popen[str]], stopped: int) -> float:
+    """Wait until a rank is stopped, and then until the other one has ended, 60 s at most; kill both."""
+    ranks = pids_by_rank(tasks)
+    try:
+        deadline = time.monotonic() + 120
+        while state_of(ranks[stopped]) != "T" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert state_of(ranks[stopped]) == "T"
+        started = time.monotonic()
+        while state_of(ranks[1 - stopped]) not in "ZX" and time.monotonic() < started + 60:
+            time.sleep(0.1)
+        return time.monotonic() - started
+    finally:
+        for pid in ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def pids_by_rank(tasks: list[subprocess.Popen[str]]) -> dict[int | None, int]:
+    return {rank_of(pid): pid for task in tasks for pid in descendants(task.pid) if rank_of(pid) is not None}
 
 
 def rank_of(pid: int) -> int | None:
@@ -244,10 +280,11 @@ def rank_of(pid: int) -> int | None:
     return int(found[0]) if found else None
 
 
-def is_running(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """Return the letter that the kernel gives the state of a process; X if it has ended."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
 
 
 def test_an_outsider_in_the_store_finds_no_secrets_and_is_not_obeyed(config, tmp_path):

@@ -177,3 +177,13 @@ def test_answers_of_another_reference_are_not_reused(base: dict[str, Any], tmp_p
     reference = {"model_args": {"model_name_or_path": str(other)}}
     second, _ = run(settings(base, tmp_path / "second", GREEDY, reference=reference))
     assert [row["reference"] for row in first] != [row["reference"] for row in second]
+
+
+def test_answers_of_other_settings_are_not_reused(base: dict[str, Any], tmp_path: Path) -> None:
+    longer = GREEDY | {"max_new_tokens": 16}
+    run(settings(base, tmp_path / "first", GREEDY))
+    alone, _ = run(settings(base, tmp_path / "alone", longer))
+    (tmp_path / "second" / "samples").mkdir(parents=True)
+    shutil.copy(tmp_path / "first" / "samples" / "reference.json", tmp_path / "second" / "samples")
+    second, _ = run(settings(base, tmp_path / "second", longer))
+    assert [row["reference"] for row in second] == [row["reference"] for row in alone]

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.support.launched RANK:HOW:STEP train CONFIG.yaml ...
 
-HOW: kill, with SIGKILL after the step; kill-in-save, while the others save it; fail, with a user error in it; or hang,
-before its first collective.
+HOW: kill, with SIGKILL after the step; kill-in-save or stop-in-save, while the others save it; fail, with a user error
+in it; or hang, before its first collective.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def fail_at(step: int, *, hangs: bool = False) -> None:
     RankTrainer.training_step = fail
 
 
-def kill_in_save(step: int) -> None:
+def signal_in_save(step: int, number: int) -> None:
     save = RankTrainer.save
 
     def end(self: RankTrainer) -> object:
         saved = save(self)
         if self.state.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)  # before rank 0 hears that this rank has finished the call
+            os.kill(os.getpid(), number)  # before the others hear that this rank has finished the call
         return saved
 
     RankTrainer.save = end
@@ -49,8 +49,8 @@ if __name__ == "__main__":
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == rank:
         if how == "kill":
             kill_at("step", int(step))
-        elif how == "kill-in-save":
-            kill_in_save(int(step))
+        elif how.endswith("-in-save"):
+            signal_in_save(int(step), signal.SIGKILL if how == "kill-in-save" else signal.SIGSTOP)
         else:
             fail_at(int(step), hangs=how == "hang")
     main()

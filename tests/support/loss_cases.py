@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thresher.losses import ChosenRejectedLogps, Loss, Objective, ObjectiveInputs, ResponseLogps, make_loss
+from thresher.losses import ExampleLogps, Loss, Objective, ObjectiveInputs, ResponseLogps, make_loss
 
 REFERENCE_LOSSES = [
     "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "aot", "aot_unpaired", "dpop",
 ]  # fmt: skip
-REFERENCE_FREE_LOSSES = ["simpo", "orpo", "cpo", "sft"]
+REFERENCE_FREE_LOSSES = ["simpo", "alphapo", "orpo", "cpo", "sft"]
 COUPLED_LOSSES = ["aot", "aot_unpaired"]
+# of pairs
 ALL_LOSSES = REFERENCE_LOSSES + REFERENCE_FREE_LOSSES
+RESPONSE_LOSSES = ["kto", "bco", "apo_zero_unpaired", "plackett_luce", "infonca"]
 INDEPENDENT_LOSSES = [name for name in ALL_LOSSES if name not in COUPLED_LOSSES]
 F_DIVERGENCE_LOSSES = ["sigmoid", "robust", "hinge", "ipo", "ipo_sum", "exo_pair", "discopop", "sigmoid_norm"]
 
@@ -31,10 +33,10 @@ def hand_pairs(*, second: bool = False) -> ObjectiveInputs:
     """Build the pair of the hand-derived cases: r_w = 1, r_l = -2; with `second`, another of r_w = 0.5, r_l = 1."""
     extra = slice(None) if second else slice(1)
     return ObjectiveInputs(
-        policy=ChosenRejectedLogps(
+        policy=ExampleLogps.of(
             side([[-1.0, -2.0], [-1.0]][extra], grad=True), side([[-2.0, -2.0, -3.0], [-2.0]][extra], grad=True)
         ),
-        reference=ChosenRejectedLogps(side([[-2.0, -2.0], [-1.5]][extra]), side([[-1.0, -2.0, -2.0], [-3.0]][extra])),
+        reference=ExampleLogps.of(side([[-2.0, -2.0], [-1.5]][extra]), side([[-1.0, -2.0, -2.0], [-3.0]][extra])),
     )
 
 
@@ -59,7 +61,7 @@ def random_pairs(
         )
 
     chosen, rejected = build(), build()
-    return ObjectiveInputs(ChosenRejectedLogps(chosen[0], rejected[0]), ChosenRejectedLogps(chosen[1], rejected[1]))
+    return ObjectiveInputs(ExampleLogps.of(chosen[0], rejected[0]), ExampleLogps.of(chosen[1], rejected[1]))
 
 
 def objective_of(name: str, parameters: dict[str, float] | None = None) -> Objective:
@@ -88,7 +90,7 @@ def evaluate(objective: Objective, pairs: ObjectiveInputs) -> Evaluated:
     rejected = pairs.policy.rejected.values.detach().clone().requires_grad_()
     fresh = replace(
         pairs,
-        policy=ChosenRejectedLogps(
+        policy=ExampleLogps.of(
             replace(pairs.policy.chosen, values=chosen),
             replace(pairs.policy.rejected, values=rejected),
         ),
@@ -114,8 +116,8 @@ def take_pairs(pairs: ObjectiveInputs, order: Sequence[int]) -> ObjectiveInputs:
             None if collision is None else torch.cat([collision[i] for i in order]),
         )
 
-    def both(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
-        return ChosenRejectedLogps(take(sides.chosen), take(sides.rejected))
+    def both(sides: ExampleLogps) -> ExampleLogps:
+        return ExampleLogps.of(take(sides.chosen), take(sides.rejected))
 
     return ObjectiveInputs(
         both(pairs.policy),

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from thresher.data.batching.batches import Blocks
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.data.store.arrow_schema import hash_pair
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+from thresher.losses.pairs import ExampleLogps, ResponseLogps
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
@@ -28,13 +28,13 @@ class NoisePairs:
         def tokens(max_length: int) -> np.ndarray:
             return draw.integers(0, 1000, draw.integers(1, max_length + 1)).astype(np.int32)
 
-        self.pairs = [Pair(tokens(4), tokens(9), tokens(9)) for _ in range(count)]
+        self.pairs = [Example.pair(tokens(4), tokens(9), tokens(9)) for _ in range(count)]
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def read(self, pair_ids: np.ndarray) -> PairBatch:
-        return PairBatch(np.asarray(pair_ids), tuple(self.pairs[int(i)] for i in pair_ids))
+    def read(self, pair_ids: np.ndarray) -> ExampleBatch:
+        return ExampleBatch(np.asarray(pair_ids), tuple(self.pairs[int(i)] for i in pair_ids))
 
     def hashes(self) -> Iterator[np.ndarray]:
         for start in range(0, len(self.pairs), 5):
@@ -42,7 +42,7 @@ class NoisePairs:
             yield np.frombuffer(b"".join(keys), dtype="V16")
 
 
-def synthetic_logps(batch: PairBatch) -> ChosenRejectedLogps:
+def synthetic_logps(batch: ExampleBatch) -> ExampleLogps:
     """A value per token that depends on the pair and, in its last bits, on the size of the batch."""
 
     def side(responses: list[np.ndarray]) -> ResponseLogps:
@@ -50,7 +50,7 @@ def synthetic_logps(batch: PairBatch) -> ChosenRejectedLogps:
         lengths = torch.tensor([len(ids) for ids in responses])
         return ResponseLogps(torch.from_numpy(values.astype(np.float32)), lengths)
 
-    return ChosenRejectedLogps(side([p.chosen_ids for p in batch.pairs]), side([p.rejected_ids for p in batch.pairs]))
+    return ExampleLogps.of(side([p.chosen.ids for p in batch.pairs]), side([p.rejected.ids for p in batch.pairs]))
 
 
 def open_cache(root: Path) -> ReferenceCache:

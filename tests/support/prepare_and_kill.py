@@ -45,7 +45,7 @@ def killing(executor: Executor, log: Path, kill_at: int | None) -> Executor:
 def prepare_and_kill(output: str, log: str, shard_rows: str, executor: str, files: str, kill_at: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
-    settings = DataSettings(files.split(","), on_bad_row="quarantine", shard_rows=int(shard_rows))
+    settings = DataSettings(files.split(","), on_bad_row="quarantine", join_labelled=True, shard_rows=int(shard_rows))
     prepare(settings, tokenizer, output, executor=killing(make_executor(executor), Path(log), int(kill_at) or None))
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.support.paths import ROOT
 from thresher.config.roles import TrainingArgs
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.build import infer_engine, train_engine
@@ -59,9 +59,9 @@ def token_pairs(model_dir: Path, rows: Sequence[dict[str, str]]) -> list[TokenPa
     ]
 
 
-def as_batch(pairs: Sequence[TokenPair], first: int = 0) -> PairBatch:
-    arrays = tuple(Pair(*(np.array(side, dtype=np.int32) for side in pair)) for pair in pairs)
-    return PairBatch(np.arange(first, first + len(pairs)), arrays)
+def as_batch(pairs: Sequence[TokenPair], first: int = 0) -> ExampleBatch:
+    arrays = tuple(Example.pair(*(np.array(side, dtype=np.int32) for side in pair)) for pair in pairs)
+    return ExampleBatch(np.arange(first, first + len(pairs)), arrays)
 
 
 def policy_on(model_dir: Path, dtype: torch.dtype = torch.float32, **optimizer: float) -> TrainEngine:

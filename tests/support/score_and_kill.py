@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 
 from tests.support.noise_cache import NoisePairs, lookup, synthetic_logps
-from thresher.data.pair import PairBatch
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.data.example import ExampleBatch
+from thresher.losses.pairs import ExampleLogps
 from thresher.reference import cache
 
 
 def score_and_die(root: Path, log: Path, num_pairs: int, kill_at: int | None) -> None:
     num_forwards = 0
 
-    def score(batch: PairBatch) -> ChosenRejectedLogps:
+    def score(batch: ExampleBatch) -> ExampleLogps:
         nonlocal num_forwards
         num_forwards += 1
         with log.open("a") as stream:

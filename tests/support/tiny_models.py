@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +35,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 
 VOCAB = 96
 SHAPE = {
@@ -134,16 +136,26 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
 
 def pair_of(
     prompt: int, chosen: int, rejected: int, *, seed: int = 0, masks: tuple[Sequence[int], Sequence[int]] | None = None
-) -> Pair:
+) -> Example:
     """Make a pair of random tokens with these lengths; masks have 1 for a scored token."""
     rng = np.random.default_rng(seed)
     sides = [rng.integers(3, VOCAB, length).astype(np.int32) for length in (prompt, chosen, rejected)]
     scored = [None, None] if masks is None else [np.array(mask, dtype=bool) for mask in masks]
-    return Pair(*sides, *scored)
+    return Example.pair(*sides, *scored)
 
 
-def batch_of(*pairs: Pair) -> PairBatch:
-    return PairBatch(np.arange(len(pairs)), pairs)
+def replace_side(
+    pair: Example, side: int, *, ids: npt.NDArray[np.int32] | None = None, mask: npt.NDArray[np.bool_] | None = None
+) -> Example:
+    """The same pair with other tokens, or another mask, on one side."""
+    responses = list(pair.responses)
+    response = responses[side]
+    responses[side] = response._replace(ids=response.ids if ids is None else ids, mask=mask)
+    return replace(pair, responses=tuple(responses))
+
+
+def batch_of(*pairs: Example) -> ExampleBatch:
+    return ExampleBatch(np.arange(len(pairs)), pairs)
 
 
 # a one-token prompt, long and short sides, and masks that exclude first, last and inner tokens

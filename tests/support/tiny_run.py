@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import build_beside, open_reference, score_missing
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.models.layouts import PackedLayout, choose_layout
 from thresher.models.loading.load import load_model_config
@@ -31,12 +31,15 @@ LAYOUT = PackedLayout(shares_prompt=True)
 
 
 class PairsInMemory:
-    """The part of PairStore that a trainer uses."""
+    """The part of ExampleStore that a trainer uses."""
 
-    def __init__(self, pairs: Sequence[Pair]):
+    def __init__(self, pairs: Sequence[Example]):
         self.pairs = list(pairs)
-        sides = [(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) for pair in self.pairs]
-        self.lengths = np.array([[len(side) for side in pair] for pair in sides], dtype=np.uint32).reshape(-1, 3)
+        num_sides = max((len(pair.responses) for pair in self.pairs), default=2)
+        self.lengths = np.zeros((len(self.pairs), 1 + num_sides), dtype=np.uint32)
+        for row, pair in zip(self.lengths, self.pairs, strict=True):
+            sides = [pair.prompt_ids, *(response.ids for response in pair.responses)]
+            row[: len(sides)] = [len(ids) for ids in sides]
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -45,14 +48,24 @@ class PairsInMemory:
     def digest(self) -> str:
         return hashlib.sha256(b"".join(hash_pair(pair).pair for pair in self.pairs)).hexdigest()
 
+    @property
+    def longest_pair(self) -> int:
+        return int((self.lengths[:, 0] + self.lengths[:, 1:].max(axis=1)).max())
+
+    def __getitem__(self, pair_id: int) -> Example:
+        return self.pairs[pair_id]
+
+    def prompt_hashes(self, ids: np.ndarray) -> np.ndarray:
+        return np.frombuffer(b"".join(hash_pair(self.pairs[int(i)]).prompt for i in ids), dtype="V16")
+
     def number_in_files(self, pair_id: int) -> int:
         return pair_id
 
     def hashes(self) -> Iterator[np.ndarray]:
         yield np.frombuffer(b"".join(hash_pair(pair).pair for pair in self.pairs), dtype="V16")
 
-    def read(self, ids: Sequence[int]) -> PairBatch:
-        return PairBatch(np.asarray(ids, dtype=np.int64), tuple(self.pairs[int(i)] for i in ids))
+    def read(self, ids: Sequence[int]) -> ExampleBatch:
+        return ExampleBatch(np.asarray(ids, dtype=np.int64), tuple(self.pairs[int(i)] for i in ids))
 
 
 def noise_pairs(count: int, seed: int = 0) -> PairsInMemory:
@@ -62,7 +75,30 @@ def noise_pairs(count: int, seed: int = 0) -> PairsInMemory:
     def tokens(most: int) -> np.ndarray:
         return draw.integers(3, VOCAB, draw.integers(1, most + 1)).astype(np.int32)
 
-    return PairsInMemory([Pair(tokens(4), tokens(9), tokens(9)) for _ in range(count)])
+    return PairsInMemory([Example.pair(tokens(4), tokens(9), tokens(9)) for _ in range(count)])
+
+
+def noise_labels(count: int, seed: int = 0) -> PairsInMemory:
+    """The chosen side of noise pairs; two of three are desirable."""
+    pairs = noise_pairs(count, seed).pairs
+    labels = [float(at % 3 != 0) for at in range(count)]
+    return PairsInMemory(
+        [
+            replace(pair, responses=(pair.chosen._replace(value=label),))
+            for pair, label in zip(pairs, labels, strict=True)
+        ]
+    )
+
+
+def noise_lists(count: int, seed: int = 0) -> PairsInMemory:
+    """Two to four random responses per prompt, with scores."""
+    others = zip(noise_pairs(count, seed).pairs, noise_pairs(count, seed + 100).pairs, strict=True)
+    examples = []
+    for at, (pair, other) in enumerate(others):
+        responses = (*pair.responses, *other.responses)[: 2 + at % 3]
+        ranked = tuple(each._replace(value=5.0 - rank) for rank, each in enumerate(responses))
+        examples.append(replace(pair, responses=ranked))
+    return PairsInMemory(examples)
 
 
 class MetricsInMemory:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.loss_cases import Evaluated, take_pairs
-from thresher.losses import ChosenRejectedLogps, ObjectiveInputs
+from thresher.losses import ExampleLogps, ObjectiveInputs
 
 
 class GivenLogps(torch.nn.Module):
@@ -48,7 +48,7 @@ class Settings:
     loss_weights: tuple[float, ...] = (1.0,)
 
 
-def _padded(sides: ChosenRejectedLogps, attribute: str = "values") -> Tensor:
+def _padded(sides: ExampleLogps, attribute: str = "values") -> Tensor:
     rows = [
         row
         for side in (sides.chosen, sides.rejected)
@@ -117,7 +117,7 @@ def trl_cpo_losses(chosen: Tensor, rejected: Tensor, loss_type: str, beta: float
     from trl.experimental.cpo import CPOTrainer
 
     trainer = SimpleNamespace(
-        alpha=0.0,
+        alpha=parameters.get("alpha", 0.0),
         beta=beta,
         loss_type=loss_type,
         label_smoothing=parameters.get("label_smoothing", 0.0),

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from tests.support.compared_runs import merge
 from tests.support.tiny_llama import save_tiny_llama
+from tests.support.tiny_models import replace_side
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.builders import checked_engines
 
@@ -49,6 +50,7 @@ def scored(run: TinyRun) -> int:
         {"pref_loss": "hinge"},
         {"pref_loss": {"sigmoid": 0.5, "sft": 1.0}},
         {"ld_alpha": 0.3},
+        {"clamp_log_ratio": [-0.1, 0.1]},
         {"length_normalization": True},
         {"seed": 7},
         {"layout": "padded"},
@@ -98,13 +100,14 @@ def test_a_changed_setting_of_the_model_misses(different_reference, tmp_path):
     assert scored(build_run(values, noise_pairs(PAIRS))) == PAIRS
 
 
-@pytest.mark.parametrize("side", ["prompt_ids", "chosen_ids", "rejected_ids"])
+@pytest.mark.parametrize("side", [None, 0, 1], ids=["prompt", "chosen", "rejected"])
 def test_a_changed_token_misses_in_its_block_only(different_reference, side):
     pairs = noise_pairs(PAIRS).pairs
     build_run(merge(different_reference, PLANNED), PairsInMemory(pairs))
-    ids = getattr(pairs[9], side).copy()
+    ids = (pairs[9].prompt_ids if side is None else pairs[9].responses[side].ids).copy()
     ids[-1] = ids[-1] + 1 if ids[-1] < 60 else ids[-1] - 1
-    changed = [*pairs[:9], replace(pairs[9], **{side: ids}), *pairs[10:]]
+    other = replace(pairs[9], prompt_ids=ids) if side is None else replace_side(pairs[9], side, ids=ids)
+    changed = [*pairs[:9], other, *pairs[10:]]
     run = build_run(merge(different_reference, PLANNED), PairsInMemory(changed))
     assert scored(run) == 4  # its full block of 4
 
@@ -112,12 +115,12 @@ def test_a_changed_token_misses_in_its_block_only(different_reference, side):
 def test_a_changed_loss_mask_misses(different_reference):
     pairs = noise_pairs(PAIRS).pairs
     build_run(merge(different_reference, PLANNED), PairsInMemory(pairs))
-    mask = np.zeros(len(pairs[9].chosen_ids), dtype=np.bool_)
+    mask = np.zeros(len(pairs[9].chosen.ids), dtype=np.bool_)
     mask[0] = True
-    every = np.ones(len(pairs[13].chosen_ids), dtype=np.bool_)  # the same as no mask
+    every = np.ones(len(pairs[13].chosen.ids), dtype=np.bool_)  # the same as no mask
     assert not mask.all()
     changed = list(pairs)
-    changed[9], changed[13] = replace(pairs[9], chosen_mask=mask), replace(pairs[13], chosen_mask=every)
+    changed[9], changed[13] = replace_side(pairs[9], 0, mask=mask), replace_side(pairs[13], 0, mask=every)
     assert scored(build_run(merge(different_reference, PLANNED), PairsInMemory(changed))) == 4
 
 
@@ -151,7 +154,7 @@ def plain_logps(model_dir: str, pairs: PairsInMemory) -> list[tuple[torch.Tensor
         logps = model(ids[None]).logits[0].log_softmax(-1)
         return logps[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).squeeze(1)
 
-    return [(side(p.prompt_ids, p.chosen_ids), side(p.prompt_ids, p.rejected_ids)) for p in pairs.pairs]
+    return [(side(p.prompt_ids, p.chosen.ids), side(p.prompt_ids, p.rejected.ids)) for p in pairs.pairs]
 
 
 def outcome(values: dict, pairs: PairsInMemory) -> tuple[TinyRun, list[float], dict[str, torch.Tensor]]:

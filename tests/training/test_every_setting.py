@@ -14,7 +14,7 @@ import torch
 
 from tests.support.compared_runs import merge
 from tests.support.tiny_llama import save_tiny_llama
-from tests.support.tiny_run import build_run, noise_pairs
+from tests.support.tiny_run import build_run, noise_labels, noise_lists, noise_pairs
 from thresher.config import DPOConfig, LossConfig, ModelArgs, ReferenceConfig, ReferenceModelArgs, TrainingArgs
 
 Effect = Literal["first loss", "some loss", "later losses", "rates", "weights", "nothing"]
@@ -40,6 +40,8 @@ class Outcome:
     evaluation: dict[str, float]
 
 
+# of losses that do not read pairs
+EXAMPLES = {"kto": noise_labels, "infonca": noise_lists}
 LOSS_CASES = {
     "pref_loss": Case({"pref_loss": "hinge"}, "first loss"),
     "ipo": Case({"ipo": True}, "first loss"),
@@ -50,6 +52,13 @@ LOSS_CASES = {
     "length_normalization": Case({"length_normalization": True}, "first loss"),
     "cpo_alpha": Case({"cpo_alpha": 0.5}, "first loss", {"pref_loss": "cpo"}),
     "discopop_tau": Case({"discopop_tau": 0.5}, "first loss", {"pref_loss": "discopop"}),
+    "alphapo_alpha": Case({"alphapo_alpha": 1.0}, "first loss", {"pref_loss": "alphapo"}),
+    "dpop_lambda": Case({"dpop_lambda": 1.0}, "first loss", {"pref_loss": "dpop"}),
+    "clamp_log_ratio": Case({"clamp_log_ratio": [-0.01, 0.02]}, "first loss"),
+    "desirable_weight": Case({"desirable_weight": 1.5}, "first loss", {"pref_loss": "kto"}),
+    "undesirable_weight": Case({"undesirable_weight": 1.5}, "first loss", {"pref_loss": "kto"}),
+    "infonca_alpha": Case({"infonca_alpha": 3.0}, "first loss", {"pref_loss": "infonca"}),
+    "comparisons": Case({"comparisons": "best_worst"}, "first loss", {"comparisons": "adjacent"}),
     "rpo_alpha": Case({"rpo_alpha": 0.7}, "first loss"),
     "f_divergence_type": Case({"f_divergence_type": "js_divergence"}, "first loss"),
     "f_alpha_divergence_coef": Case(
@@ -217,12 +226,13 @@ def base(tmp_path_factory):
 def outcome_of(base):
     """Train on 27 pairs and evaluate on 7; results are cached."""
     known: dict[str, Outcome] = {}
-    train, validation = noise_pairs(27), noise_pairs(7, seed=1)
 
     def outcome(changes: dict[str, Any]) -> Outcome:
         key = repr(changes)
         if key not in known:
-            run = build_run(merge(base, changes), train, validation)
+            examples = EXAMPLES.get(str(changes.get("pref_loss")), noise_pairs)
+            examples = noise_lists if "comparisons" in changes else examples
+            run = build_run(merge(base, changes), examples(27), examples(7, seed=1))
             steps = range(run.trainer.plan.num_steps)
             known[key] = Outcome(
                 losses=[run.trainer.training_step()["loss"].mean for _ in steps],

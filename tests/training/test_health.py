@@ -13,7 +13,7 @@ from tests.support.health_replay import replay
 from tests.support.small_runs import save_small_model, write_rows
 from thresher.config import parse_config
 from thresher.errors import HealthStopped
-from thresher.observability.health.rules import RunFacts
+from thresher.observability.health.history import History
 from thresher.observability.trackers.jsonl import read_metrics
 from thresher.pipeline import DPOPipeline
 
@@ -90,8 +90,8 @@ def test_a_run_that_learns_has_no_events_and_no_file(base, tmp_path):
     assert metric_log(output)[-1]["rewards/accuracies"] > 0.7
     assert events(output) == []
     # as recorded, and by every rule that needs facts beside the metrics
-    facts = RunFacts(STEPS, num_pairs=128, initial_loss=0.693147, starts_at_reference=True, logp_noise=1e-4)
-    assert list(replay(facts, read_metrics(output / "logs" / "metrics.jsonl"))) == []
+    known = History(STEPS, num_training_pairs=128, initial_loss=0.693147, starts_at_reference=True, logp_noise=1e-4)
+    assert list(replay(known, read_metrics(output / "logs" / "metrics.jsonl"))) == []
 
 
 def test_columns_swapped_between_training_and_validation_are_reported(base, tmp_path):
@@ -164,3 +164,15 @@ def test_duplicates_are_reported_before_the_first_step(base, tmp_path):
     (event,) = events(output)
     assert (event["rule"], event["step"]) == ("repeated_data", 0)
     assert event["evidence"] == {"pairs that repeat another": 8, "share of all pairs": 0.5}
+
+
+@pytest.mark.parametrize("name", ["weight", "margin"])
+def test_a_weight_or_margin_of_the_data_explains_the_loss_of_the_first_step(base, tmp_path, name):
+    """A weight of 3 makes it 3 ln 2, and a margin of 3 ln(1 + e^3)."""
+    rows = write_rows(tmp_path / "rows.jsonl", 8, 3)
+    lines = [json.loads(line) | {name: 3.0} for line in rows.read_text().splitlines()]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"actor_train": {"data_args": {"file_name": str(rows)}, "training_args": {"global_batch_size": 8}}}
+    output = run(merge(base, data), tmp_path / "run", LEARNING, max_steps=1)
+    assert metric_log(output)[0]["loss"] > 2
+    assert events(output) == []

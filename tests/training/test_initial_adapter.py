@@ -72,6 +72,15 @@ def test_the_policy_starts_as_the_adapted_model(root, values, tmp_path, settings
     assert all(".lora_" in name for name in policy.weights())
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_adapter_is_trained_with_the_dropout_of_the_config(values, dropout):
+    config = parse_config(merge(values, {"actor_train": {"model_args": {"lora_dropout": dropout}}}))
+    policy = build_policy(config, find_layout(config)[1])
+    with torch.no_grad(), original_forward(policy.model):
+        one, other = (policy.model.train()(input_ids=IDS).logits for _ in range(2))
+    assert torch.equal(one, other) == (dropout == 0.0)
+
+
 @pytest.mark.parametrize("mode", ["auto", "concurrent"])
 def test_margins_start_at_zero(values, mode):
     changes = {"reference": {"mode": mode}, "actor_train": {"training_args": {"global_batch_size": 8}}}

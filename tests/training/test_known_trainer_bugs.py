@@ -22,7 +22,7 @@ from thresher.builders.objective import build_objective
 from thresher.config import parse_config
 from thresher.engines.native.build import infer_engine
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps
+from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, ResponseLogps
 from thresher.models.loading.load import load_model
 from thresher.observability.timing import ThroughputMeter
 
@@ -264,7 +264,7 @@ def test_orpo_is_finite_where_the_policy_is_certain():
     lengths = torch.tensor([2, 2, 2])
     values = torch.tensor([0.0, 0.0, -1e-12, -1e-9, -30.0, -30.0], requires_grad=True)
     rejected = torch.tensor([-2.0, -1.0, 0.0, 0.0, -1e-7, 0.0], requires_grad=True)
-    sides = ChosenRejectedLogps(ResponseLogps(values, lengths), ResponseLogps(rejected, lengths))
+    sides = ExampleLogps.of(ResponseLogps(values, lengths), ResponseLogps(rejected, lengths))
     loss = objective(ObjectiveInputs(sides)).per_pair
     assert loss.isfinite().all()
     loss.sum().backward()

@@ -16,7 +16,7 @@ from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.config.roles import ModelArgs, TrainingArgs
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import train_engine
 from thresher.errors import UserError
@@ -54,12 +54,12 @@ def model_of(family: str) -> Any:
     return without_dropout(model)
 
 
-def theirs(model: Any, batch: PairBatch) -> torch.Tensor:
+def theirs(model: Any, batch: ExampleBatch) -> torch.Tensor:
     """The loss of transformers on the padded sequences, without the last tokens, which predict nothing."""
     sequences = [
         torch.from_numpy(np.concatenate([pair.prompt_ids, side[:-1]])).long()
         for pair in batch.pairs
-        for side in (pair.chosen_ids, pair.rejected_ids)
+        for side in (pair.chosen.ids, pair.rejected.ids)
     ]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in sequences], batch_first=True)
@@ -69,7 +69,7 @@ def theirs(model: Any, batch: PairBatch) -> torch.Tensor:
 
 def gradients(
     model: Any,
-    batches: list[PairBatch],
+    batches: list[ExampleBatch],
     *,
     coef: float,
     layout: str = "padded",
@@ -83,12 +83,12 @@ def gradients(
     )
     objective = Objective(terms=((make_losses([loss], {})[0], 1.0),))
     micro_batches = [MicroBatch(batch, policy.score(batch) if objective.needs_reference else None) for batch in batches]
-    result = policy.accumulate(micro_batches, objective, sum(map(len, batches)))
-    logged = result.metrics.get("moe_aux_loss")
+    metrics, _, _ = policy.accumulate(micro_batches, objective, sum(map(len, batches)))
+    logged = metrics.get("moe_aux_loss")
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, logged and logged.mean
 
 
-def added_by_the_router(model: Any, batches: list[PairBatch], **settings: Any) -> dict[str, torch.Tensor]:
+def added_by_the_router(model: Any, batches: list[ExampleBatch], **settings: Any) -> dict[str, torch.Tensor]:
     """What the router's loss adds to the gradients of a step."""
     without, nothing = gradients(model, batches, coef=0.0, **settings)
     with_it, _ = gradients(model, batches, coef=COEF, **settings)
@@ -96,8 +96,8 @@ def added_by_the_router(model: Any, batches: list[PairBatch], **settings: Any) -
     return {name: with_it[name] - without[name] for name in without}
 
 
-def split(batch: PairBatch) -> list[PairBatch]:
-    return [PairBatch(batch.pair_ids[[i]], (pair,)) for i, pair in enumerate(batch.pairs)]
+def split(batch: ExampleBatch) -> list[ExampleBatch]:
+    return [ExampleBatch(batch.pair_ids[[i]], (pair,)) for i, pair in enumerate(batch.pairs)]
 
 
 @pytest.mark.parametrize("family", ROUTERS)
@@ -155,7 +155,7 @@ def test_an_empty_micro_batch_adds_nothing():
     """Ranks in lockstep score dummy batches."""
     model = model_of("qwen3_moe")
     expected, value = gradients(model, [MIXED], coef=COEF)
-    found, logged = gradients(model, [MIXED, PairBatch(np.zeros(0, dtype=np.int64), ())], coef=COEF)
+    found, logged = gradients(model, [MIXED, ExampleBatch(np.zeros(0, dtype=np.int64), ())], coef=COEF)
     assert logged == value
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=0, rtol=0)

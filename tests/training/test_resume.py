@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,30 @@ BY_HAND = ("synced reference",)
 )
 def test_a_run_killed_many_times_equals_an_uninterrupted_one_bitwise(tmp_path, tiny_dir, files, extra):
     check_a_killed_run(tmp_path, write_config(tmp_path / "run.yaml", tiny_dir, files, extra))
+
+
+def labelled(row: dict[str, str], at: int) -> dict[str, Any]:
+    side = "chosen" if at % 3 else "rejected"
+    return {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+
+
+def ranked(row: dict[str, str], at: int) -> dict[str, Any]:
+    answers = [row["chosen"], row["rejected"], row["rejected"].upper()][: 2 + at % 2]
+    return {
+        "prompt": row["prompt"],
+        "completions": [{"text": text, "score": -rank} for rank, text in enumerate(answers)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("loss", "to_row"), [("kto", labelled), pytest.param("plackett_luce", ranked, marks=pytest.mark.hand)]
+)
+def test_a_killed_run_on_other_examples_than_pairs_equals_an_uninterrupted_one_bitwise(
+    tmp_path, tiny_dir, loss, to_row
+):
+    rows = [to_row(row, at) for at, row in enumerate(quickstart_rows(51))]
+    config = write_config(tmp_path / "run.yaml", tiny_dir, write_files(tmp_path, rows), {"pref_loss": loss})
+    check_a_killed_run(tmp_path, config)
 
 
 @pytest.mark.hand  # CI has the same of a made model

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.support.compared_runs import merge
+from tests.support.tiny_models import replace_side
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.errors import UserError
@@ -21,6 +22,13 @@ POISONED, TOKEN = 5, 2  # a pair id, and a token that random pairs do not contai
 LORA = {"actor_train": {"model_args": {"lora_rank": 2, "lora_alpha": 4}}}
 # the largest fp32 number is 3.403e38
 HUGE, TOO_LARGE_TO_SQUARE = 3.4e38, 1e30
+
+
+def with_tokens(pairs: PairsInMemory, side: int, ids: list[int]) -> PairsInMemory:
+    """The same pairs with other tokens on one side of the poisoned one."""
+    changed = list(pairs.pairs)
+    changed[POISONED] = replace_side(changed[POISONED], side, ids=np.array(ids, dtype=np.int32))
+    return PairsInMemory(changed)
 
 
 def with_pair(pairs: PairsInMemory, **changes: Any) -> PairsInMemory:
@@ -63,7 +71,7 @@ def test_steps_with_a_poisoned_pair_are_skipped_and_all_others_made(
     valid = noise_pairs(12)
     values = merge(merge(different_reference, adapter), {"actor_train": {"model_args": {"dtype": dtype}}})
     if poison == "policy logps":
-        valid = with_pair(valid, rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
+        valid = with_tokens(valid, 1, [7, TOKEN, 9])
         values = merge(values, {"pretrain": str(model_with_a_nan)})
         pairs = valid
     else:
@@ -109,7 +117,7 @@ def test_steps_with_a_poisoned_pair_are_skipped_and_all_others_made(
 
 
 def test_non_finite_reference_logps_are_reported_as_the_cause(base, models, model_with_a_nan):
-    pairs = with_pair(noise_pairs(12), chosen_ids=np.array([TOKEN, 7, 8], dtype=np.int32))
+    pairs = with_tokens(noise_pairs(12), 0, [TOKEN, 7, 8])
     reference = {"reference": {"model_args": {"model_name_or_path": str(model_with_a_nan)}, "infer_batch_size": 1}}
     run = build_run(merge(base, reference), pairs)
     run.fit()
@@ -119,7 +127,7 @@ def test_non_finite_reference_logps_are_reported_as_the_cause(base, models, mode
 
 
 def test_a_coupled_loss_names_only_the_pair_with_non_finite_logps(different_reference, model_with_a_nan):
-    pairs = with_pair(noise_pairs(12), rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
+    pairs = with_tokens(noise_pairs(12), 1, [7, TOKEN, 9])
     run = build_run(merge(different_reference, {"pretrain": str(model_with_a_nan), "pref_loss": "aot"}), pairs)
     run.fit()
     assert [[(pair["pair"], pair["fault"]) for pair in record["pairs"]] for record in records(run)] == [
@@ -129,7 +137,7 @@ def test_a_coupled_loss_names_only_the_pair_with_non_finite_logps(different_refe
 
 def test_a_loss_that_does_not_couple_pairs_names_pairs_of_both_faults(different_reference, model_with_a_nan):
     """Every step has all 12 pairs: one with NaN logps, and one with finite logps and an infinite loss."""
-    pairs = with_pair(noise_pairs(12), rejected_ids=np.array([7, TOKEN, 9], dtype=np.int32))
+    pairs = with_tokens(noise_pairs(12), 1, [7, TOKEN, 9])
     pairs.pairs[POISONED + 1] = replace(pairs.pairs[POISONED + 1], weight=HUGE, margin=20.0)
     changes = {"actor_train": {"training_args": {"per_device_train_batch_size": 12}}}
     run = build_run(merge(merge(different_reference, {"pretrain": str(model_with_a_nan)}), changes), pairs)
@@ -154,6 +162,18 @@ def test_a_completed_step_resets_the_count_of_skipped_steps(different_reference)
     run = build_run(merge(different_reference, {"max_consecutive_skipped_steps": 2, "num_train_epochs": 4}), pairs)
     run.fit()
     assert [record["in_a_row"] for record in records(run)] == [1] * 4
+
+
+def test_a_skipped_step_adds_no_pairs_and_no_tokens(different_reference):
+    """12 pairs in steps of 4: one step of three is skipped in each of two epochs."""
+    run = build_run(different_reference, with_pair(noise_pairs(12), weight=HUGE, margin=20.0))
+    run.fit()
+    plan, skipped = run.trainer.plan, steps_with_the_pair(run)
+    made = [plan.pair_ids(step) for step in range(plan.num_steps) if step not in skipped]
+    trained = [noise_pairs(12).pairs[at] for at in np.concatenate(made)]
+    assert run.trainer.state.pairs_seen == len(trained) == 16
+    num_tokens = [2 * len(each.prompt_ids) + sum(len(side.ids) for side in each.responses) for each in trained]
+    assert run.trainer.state.useful_tokens_seen == sum(num_tokens)
 
 
 def test_a_skipped_step_is_one_line_with_the_reason_and_the_pairs(different_reference, caplog):

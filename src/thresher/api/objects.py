@@ -153,7 +153,7 @@ def _check_model(model: PreTrainedModel, argument: str) -> None:
     reason = None
     loaded_as = AutoModelForCausalLM._model_mapping.get(type(model.config), ())
     if type(model) not in (loaded_as if isinstance(loaded_as, tuple) else (loaded_as,)):
-        reason = f"transformers would load it as another class than {type(model).__name__}"
+        reason = f"transformers would load it as a different class from {type(model).__name__}"
     elif getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         reason = "it is quantized"
     elif any(tensor.is_meta for tensor in model.state_dict().values()):
@@ -165,7 +165,7 @@ def _check_model(model: PreTrainedModel, argument: str) -> None:
         changed = sorted(plain.keys() ^ own.keys()) or [name for name in own if own[name].shape != plain[name].shape]
         wide = [name for name, tensor in own.items() if tensor.dtype == torch.float64]
         if changed:
-            reason = f"its weights are not those of its config ({changed[0]}), as with adapters in it"
+            reason = f"its weights do not match its config ({changed[0]}), as with adapters in it"
         elif wide:
             reason = f"its weights are float64 ({wide[0]})"
     if reason is not None:

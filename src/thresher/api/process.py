@@ -13,7 +13,7 @@ from thresher.redact import RedactingHandler
 
 
 class Accelerator:
-    """This process, by the names of accelerate's Accelerator; the workers of a run are processes of their own."""
+    """This process, by the names of accelerate's Accelerator; the workers of a run are separate processes."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
         self.process_index, self.num_processes, self.local_process_index = rank, size, local_rank

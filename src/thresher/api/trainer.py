@@ -171,7 +171,7 @@ class DPOTrainer:
             return Metrics({key: value for metrics in found for key, value in metrics.items()})
         config = self.config
         if eval_dataset is not None and config.validation is not None and config.validation.split is not None:
-            raise UserError("validation.split holds out training pairs; call evaluate() without another data set")
+            raise UserError("validation.split holds out training pairs; call evaluate() without another dataset")
         if eval_dataset is not None:
             # another dataset is not a reason to refuse the checkpoint
             config = config.model_copy(update={"resume_from_checkpoint": "auto", "validation": None})

@@ -127,7 +127,7 @@ def _find(config: DPOConfig, find: Callable[[Literal[False] | str], Path | None]
 
 
 def config_changes(checkpoint: Path, config: DPOConfig) -> list[str]:
-    """List the settings that differ from those of the run that saved the checkpoint."""
+    """List the settings that have changed since the run that saved the checkpoint."""
     saved = load_json(checkpoint / "config.json")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint / 'config.json'} is not a config; resume from a different checkpoint")

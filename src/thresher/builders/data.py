@@ -10,14 +10,14 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.config import DataArgs, DPOConfig
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.prepare import store_fingerprint, tokenizer_digest
 from thresher.data.prepare.report import report_of, truncation_of
 from thresher.data.settings import DataSettings
 from thresher.data.sources.resolve import at_revision, find_in_directory
 from thresher.data.store.cache import StoreCache
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.loading.load import longrope_limit, max_positions
@@ -40,6 +40,7 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         rejected_key=config.rejected_key,
         prompt_key=config.prompt_key,
         system_prompt=args.system_prompt,
+        join_labelled=args.join_labelled,
         max_samples=args.max_samples,
         num_processes=args.preprocessing_num_workers,
         section="validation" if config.validation and args is config.validation.data_args else "actor_train",
@@ -48,7 +49,7 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
 
 def open_stores(
     config: DPOConfig, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
-) -> tuple[PairStore, PairStore | None]:
+) -> tuple[ExampleStore, ExampleStore | None]:
     """Open the training and the validation pairs; warn if they overlap, or if many pairs were too long."""
     train = _open_store(config, config.actor_train.data_args, tokenizer, build)
     _warn_about_truncation(train, "actor_train", config.actor_train.data_args)
@@ -70,8 +71,8 @@ def open_stores(
     return train, validation
 
 
-def _warn_about_truncation(store: PairStore, role: str, args: DataArgs) -> None:
-    """Warn if many pairs were dropped as too long; those of a named store depend on the options of `prepare`."""
+def _warn_about_truncation(store: ExampleStore, role: str, args: DataArgs) -> None:
+    """Warn if many pairs were dropped as too long; in a named store, this depends on the options of `prepare`."""
     names = (
         ("--sequence-length ", "--truncation ") if args.store else ("sequence_length=", f"{role}.data_args.truncation=")
     )
@@ -84,7 +85,7 @@ def _warn_about_truncation(store: PairStore, role: str, args: DataArgs) -> None:
 
 
 def check_pairs(
-    config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[PairStore | None]
+    config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[ExampleStore | None]
 ) -> None:
     """Reject columns that the losses ignore and pairs longer than the model's context, before training."""
     context, longrope = max_positions(model), longrope_limit(model)
@@ -103,24 +104,24 @@ def check_pairs(
         if longrope is not None and longest > longrope:
             raise UserError(
                 f"{found}, but longrope of the model family {model.model_type} rotates all sequences of a batch "
-                f"differently if one has more than {longrope} tokens, so that log-probabilities would depend on the "
+                f"differently if one has more than {longrope} tokens, so log-probabilities would depend on the "
                 f"other pairs of the batch; set sequence_length={longrope}"
             )
 
 
-def probe_pairs(store: PairStore) -> PairBatch:
+def probe_pairs(store: ExampleStore) -> ExampleBatch:
     """Two pairs to check the model on: those with the shortest and the longest sequence of the first 4096.
 
     The longest is the most likely to exceed a sliding window, and a difference in length shows a dependence on it.
     """
-    prompts, chosen, rejected = store.lengths[:4096].T
-    sequences = prompts + np.maximum(chosen, rejected)
+    lengths = store.lengths[:4096]
+    sequences = lengths[:, 0] + lengths[:, 1:].max(axis=1)
     return store.read(np.unique([int(sequences.argmin()), int(sequences.argmax())]))
 
 
-def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PairStore:
+def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> ExampleStore:
     """Open a store that the config names; reject one of a different tokenizer."""
-    store = PairStore.open(path)
+    store = ExampleStore.open(path)
     if store.tokenizer_digest != tokenizer_digest(tokenizer):
         raise UserError(
             f"the store {path} was not prepared with the policy's tokenizer; prepare it again with "
@@ -129,14 +130,14 @@ def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenize
     return store
 
 
-def find_store(config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase) -> PairStore | None:
+def find_store(config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase) -> ExampleStore | None:
     """Open the store of this data, tokenizer and settings where it is, without preparing or copying; None if absent."""
     if args.store:
         return open_given_store(config, args.store, tokenizer)
     fingerprint = store_fingerprint(data_settings(config, args), tokenizer)
     for path in (_store_path(config, args, fingerprint), StoreCache(config.cache_dir).root / fingerprint):
         if path.is_dir():
-            return PairStore.open(path, expected_fingerprint=fingerprint)
+            return ExampleStore.open(path, expected_fingerprint=fingerprint)
     return None
 
 
@@ -152,7 +153,7 @@ def _store_path(config: DPOConfig, args: DataArgs, fingerprint: str) -> Path:
 
 def _open_store(
     config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
-) -> PairStore:
+) -> ExampleStore:
     """Open the store of this data, tokenizer and settings; if the run has none, from the cache or newly prepared."""
     if args.store:
         return open_given_store(config, args.store, tokenizer)
@@ -161,13 +162,13 @@ def _open_store(
     path = _store_path(config, args, fingerprint)
     if path.exists():
         logger.info("using prepared pairs in %s", path)
-        return PairStore.open(path, expected_fingerprint=fingerprint)
+        return ExampleStore.open(path, expected_fingerprint=fingerprint)
     cache = StoreCache(config.cache_dir)
     with cache.reserve(fingerprint):
         is_new = not path.exists() and not cache.fetch(fingerprint, path)
         if is_new:
             build(settings, tokenizer, path)
-        store = PairStore.open(path, expected_fingerprint=fingerprint)
+        store = ExampleStore.open(path, expected_fingerprint=fingerprint)
         if is_new:
             cache.add(store)
     return store

@@ -147,7 +147,7 @@ def check_engine(config: DPOConfig, section: Literal["actor_train", "reference"]
 
 
 def check_model(config: DPOConfig, section: Literal["actor_train", "reference"], role: RoleConfig, path: str) -> None:
-    """Reject what the strategy of a role does not support of a model, which may be the reference on policy's axes."""
+    """Reject a model that a role's strategy does not support; it may be the reference on the policy's mesh."""
     strategy, args = role.strategy, config.actor_train.model_args
     is_policy = section == "actor_train"
     dtype = args.dtype if is_policy else config.reference_dtype

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_SIZE = "50GB"  # the default of transformers
 _SIZE = re.compile(r"[1-9]\d*([KMGT]B|[KMG]IB)", re.IGNORECASE)
 
-# weights of a model that save_pretrained wrote: shards of an earlier one would be read with those of the new one
+# weights of a model that save_pretrained wrote: an earlier one's shards would be read with the new one's
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 

@@ -54,7 +54,7 @@ class Hardware:
 
 
 # TFLOP/s with fp32 sums, GB, GB/s of memory, GB/s per direction within a node (NVLink, Infinity Fabric, or PCIe with 16
-# lanes) and between nodes (100, 200 or 400 Gbit/s). Data sheets give twice these TFLOP/s "with sparsity", and those of
+# lanes) and between nodes (100, 200 or 400 Gbit/s). Data sheets give twice these TFLOP/s "with sparsity", and for
 # GeForce cards twice these with fp16 sums.
 _DATA_SHEETS = {
     "t4": (65, 16, 320, 16, 12.5),
@@ -120,5 +120,5 @@ def gpu_of(device: torch.device) -> Hardware | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    # the total where possible: it is the same in every run, so that equal runs choose equal budgets
+    # the total where possible: it is the same in every run, so equal runs choose equal budgets
     return reported_gpu(torch.cuda.get_device_name(device), total if total - free <= _SHARE_IN_USE * total else free)

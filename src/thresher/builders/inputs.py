@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.builders.data import StoreBuilder, open_stores
 from thresher.builders.engines import trained_parts
-from thresher.builders.objective import build_objective
+from thresher.builders.objective import build_objective, for_data
 from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
+from thresher.data.batching.mismatched import Examples, MismatchedAnswers, VisitPlan
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.prepare.prepare import prepare
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention
@@ -113,27 +114,43 @@ class RunInputs:
         return self._found_layout[1]
 
     @cached_property
-    def _stores(self) -> tuple[PairStore, PairStore | None]:
-        return open_stores(self.config, self.tokenizer, self._build_store)
+    def _stores(self) -> tuple[ExampleStore, ExampleStore | None]:
+        stores = open_stores(self.config, self.tokenizer, self._build_store)
+        self.objective = for_data(self.objective, stores[0])
+        return stores
 
     @cached_property
-    def train(self) -> PairStore:
+    def train(self) -> ExampleStore:
         return self._stores[0]
 
     @cached_property
-    def validation(self) -> PairStore | None:
+    def validation(self) -> ExampleStore | None:
         return self._stores[1]
+
+    @cached_property
+    def train_examples(self) -> Examples:
+        """The training set as the losses read it."""
+        if not self.objective.reads_mismatched:
+            return self.train
+        return MismatchedAnswers(self.train, cast("VisitPlan", self.plan))
+
+    @cached_property
+    def validation_examples(self) -> Examples | None:
+        if self.validation is None or not self.objective.reads_mismatched:
+            return self.validation
+        return MismatchedAnswers.in_one_step(self.validation)
 
     @cached_property
     def plan(self) -> Plan:
         config = self.config
-        return make_plan(
+        plan = make_plan(
             len(self.train),
             seed=config.seed,
             pairs_per_step=config.pairs_per_step,
             max_steps=config.max_steps,
             num_epochs=config.num_train_epochs,
         )
+        return VisitPlan(**vars(plan)) if self.objective.reads_mismatched else plan
 
     @cached_property
     def policy(self) -> nn.Module:
@@ -192,7 +209,7 @@ def _supported_layout(config: DPOConfig) -> tuple[LayoutName, str | None]:
 
 def build_micro_batching(inputs: RunInputs, hidden_size: int) -> MicroBatching:
     """Split steps by a token budget if the layout packs rows, by pairs if it pads them."""
-    layout, lengths, max_tokens = inputs.layout, inputs.train.lengths, inputs.max_tokens
+    layout, lengths, max_tokens = inputs.layout, inputs.train_examples.lengths, inputs.max_tokens
     costs = CostModel(attention_per_key=1 / (6 * hidden_size), shares_prompt=layout.shares_prompt)
     if not layout.needs_pair_attention:
         max_pairs = inputs.config.actor_train.training_args.per_device_train_batch_size

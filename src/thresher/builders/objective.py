@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thresher.config import DPOConfig
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses, parameter_defaults
 from thresher.training.lr_schedule import LRSchedule
 
-_LENGTH_NORMALIZED = {"sigmoid_norm", "ipo", "simpo", "orpo", "sft"}
+_LENGTH_NORMALIZED = {"sigmoid_norm", "ipo", "simpo", "alphapo", "orpo", "sft"}
 
 
 def build_objective(config: DPOConfig) -> Objective:
     """Pass each given parameter to the losses that have it."""
     weights = config.loss_weights
     parameters = config.given_parameters
-    # gamma is SimPO's target margin; other losses get the same term in their logit
+    # gamma is SimPO's and AlphaPO's target margin; other losses get the same term in their logit
     has_gamma = any("gamma" in parameter_defaults(name) for name in weights)
     margin = 0.0 if has_gamma else parameters.pop("gamma", 0.0)
     losses = make_losses(list(weights), parameters, config.term_parameters)
@@ -34,11 +37,30 @@ def build_objective(config: DPOConfig) -> Objective:
         ld_alpha=1.0 if config.ld_alpha is None else config.ld_alpha,
         length_penalty=config.length_penalty or 0.0,
         rpo_alpha=config.rpo_alpha or 0.0,
+        clamp_log_ratio=config.clamp_log_ratio,
         wpo=config.use_wpo,
         margin=margin,
         measures_entropy=config.health != "off",
+        comparisons=config.comparisons,
         reference_free=config.reference.mode == "none" and any(loss.needs_reference for loss in losses),
     )
+
+
+def for_data(objective: Objective, store: ExampleStore) -> Objective:
+    """Return the objective as it reads this data; UserError if it cannot."""
+    names = " + ".join(loss.name for loss, _ in objective.terms)
+    if store.kind == "labels":
+        return replace(objective, reads_labels=True)
+    if objective.reads == "labels":
+        raise UserError(
+            f"{names} reads single responses with a label, and {store.path} contains {store.kind}; use a loss on pairs "
+            "or lists (`thresher losses` lists them), such as bco_pair or apo_zero, or data with a label per response"
+        )
+    if store.kind == "lists" and objective.couples_pairs:
+        raise UserError(f"{names} compares all pairs of a step, which lists do not have; use another loss, or pairs")
+    if store.kind == "pairs" and objective.comparisons != "all":
+        raise UserError(f"comparisons={objective.comparisons} has no effect on pairs; remove it")
+    return objective
 
 
 def build_schedule(config: DPOConfig, num_steps: int) -> LRSchedule:

@@ -1,4 +1,4 @@
-"""The reference of a run: how its logps are scored, and those of its pairs that the cache has and lacks."""
+"""The reference of a run: how its logps are scored, and which pairs the cache has and lacks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from thresher.builders.inputs import RunInputs, scoring_batching
 from thresher.builders.reference_mode import ReferenceMode, initial_adapter, reference_has_workers, same_initial_weights
 from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
+from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds
-from thresher.data.store.reader import PairStore
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config
@@ -47,8 +47,8 @@ def open_reference(inputs: RunInputs, policy: TrainEngine) -> Reference:
         splits = look_up(inputs, policy.device)
         has_workers = config.uses_ray and reference_has_workers(config, mode)
         # logps that the cache has may be of any mesh
-        is_other = forwards == "other axes" or has_workers or any(split.num_found for split in splits if split)
-        return Reference(*splits, same_weights, "other axes" if is_other else "other batches")
+        is_other = forwards == "other mesh" or has_workers or any(split.num_found for split in splits if split)
+        return Reference(*splits, same_weights, "other mesh" if is_other else "other batches")
     if mode == "adapter":
         live = LiveReference(policy.score_base, policy.device)
         return Reference(live, live, True, forwards)
@@ -79,7 +79,7 @@ def look_up(
     inputs: RunInputs, device: torch.device, *, all_pairs: bool = False
 ) -> tuple[PrecomputedReference, PrecomputedReference | None]:
     """Look up the training pairs that the run visits, or all of them, and all validation pairs."""
-    train, validation, plan = inputs.train, inputs.validation, inputs.plan
+    train, validation, plan = inputs.train_examples, inputs.validation_examples, inputs.plan
     cache = open_cache(inputs.config, str(inputs.frozen_weights))
     # about as many tokens at a time as the policy scores: matrix products in bf16 depend on the number of rows
     size = inputs.config.reference.infer_batch_size
@@ -87,7 +87,7 @@ def look_up(
         size = DEFAULT_PAIRS_PER_PADDED_BLOCK
     batching = scoring_batching(inputs, size)
 
-    def find(store: PairStore, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
+    def find(store: Examples, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
         blocks = batching.blocks(store.lengths)
         return PrecomputedReference(cache, store, pair_ids, blocks=blocks, device=device, num_visits=num_visits)
 
@@ -177,9 +177,9 @@ def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None
 def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:
     """What policy and a reference in the same process have in common; both score the policy's micro-batches."""
     if config.reference.model_args.non_default("dtype", "master_dtype", "attn_implementation"):
-        return "other axes"
+        return "other mesh"
     if config.actor_train.model_args.starts_from_weights:
-        return "other axes"  # the sum of two products rounds differently
+        return "other mesh"  # the sum of two products rounds differently
     # bitwise reproducible where this is tested: on CPUs, in layers that are not compiled
     is_tested = device.type == "cpu" and compilation(config, device, config.actor_train) is None
     return "same" if is_tested else "other batches"

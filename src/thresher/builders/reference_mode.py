@@ -76,9 +76,9 @@ def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
 
 
 def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:
-    """Return whether the reference has workers; otherwise the policy's workers score it, on the policy's axes.
+    """Return whether the reference has workers; otherwise the policy's workers score it, on the policy's mesh.
 
-    The same model on the same axes gives the same logps, so the margin at step 0 is 0. A synced reference copies the
+    The same model on the same mesh gives the same logps, so the margin at step 0 is 0. A synced reference copies the
     weights of the policy's shards. torchrun starts the processes of the policy only.
     """
     reference = config.reference
@@ -108,5 +108,5 @@ def unused_settings(config: DPOConfig, mode: ReferenceMode) -> list[str]:
             for name in reference.non_default("device_mapping", "num_workers")
         ]
     if not (config.uses_ray and reference_has_workers(config, mode)) and reference.non_default("system_envs"):
-        notes.append("reference.system_envs has no effect: the reference has no workers of its own")
+        notes.append("reference.system_envs has no effect: the reference has no separate workers")
     return notes

@@ -20,13 +20,12 @@ from thresher.checkpoint.save import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.data.prepare.report import report_of
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import HealthStopped, RescaleRequested, RunStopped, UserError
 from thresher.foreign_names import foreign
 from thresher.models.loading.load import DTYPES
-from thresher.observability.health.history import pairs_before_comparison
+from thresher.observability.health.history import History, pairs_before_comparison
 from thresher.observability.health.monitor import HealthMonitor, rules_that_stopped
-from thresher.observability.health.rules import RunFacts
 from thresher.observability.log_files import DESCRIPTION, HEALTH, METRICS, RECOVERIES, SKIPPED_STEPS
 from thresher.observability.machine import environment
 from thresher.observability.timing import PhaseClock
@@ -181,7 +180,7 @@ def describe_run(inputs: RunInputs, facts: Mapping[str, str]) -> None:
         durable.replace(config.log_dir / DESCRIPTION, text.encode("utf-8", errors="replace"))
 
 
-def _describe_store(store: PairStore | None, *, has_report: bool) -> dict[str, Any] | None:
+def _describe_store(store: ExampleStore | None, *, has_report: bool) -> dict[str, Any] | None:
     if store is None:
         return None
     try:
@@ -191,8 +190,8 @@ def _describe_store(store: PairStore | None, *, has_report: bool) -> dict[str, A
     return {"pairs": len(store), "report": report}
 
 
-def health_facts(inputs: RunInputs) -> RunFacts:
-    """What the health rules know about a run."""
+def build_history(inputs: RunInputs) -> History:
+    """What the health rules know about a run before its first step."""
     config, objective, columns = inputs.config, inputs.objective, inputs.train.columns_in_use
     starts_at_reference = objective.needs_reference and same_initial_weights(config)
     has_constant_loss = starts_at_reference and not {"weight", "margin"} & set(columns)
@@ -202,13 +201,13 @@ def health_facts(inputs: RunInputs) -> RunFacts:
         num_pairs = report.pairs_kept
     except UserError:  # a damaged report, which the run has warned about
         duplicates, num_pairs = 0, len(inputs.train)
-    return RunFacts(
+    return History(
         total_steps=inputs.plan.num_steps,
-        num_pairs=num_pairs,
+        num_training_pairs=num_pairs,
         duplicates=duplicates,
         initial_loss=objective.zero_margin_loss if has_constant_loss else None,
         starts_at_reference=starts_at_reference,
-        logp_noise=tolerance(DTYPES[config.actor_train.model_args.dtype], "other axes", num_tokens=1),
+        logp_noise=tolerance(DTYPES[config.actor_train.model_args.dtype], "other mesh", num_tokens=1),
         compares_sides=any(loss.compares_sides for loss, _ in objective.terms),
         num_validation_pairs=0 if inputs.validation is None else len(inputs.validation),
     )
@@ -239,7 +238,7 @@ def watch_health(
     if checkpoint is not None and stopped_by:
         changes = config_changes(checkpoint, config) or [f"health is {config.health}"]
         events.write({"step": read_manifest(checkpoint).step, "continued": changes})
-    monitor = HealthMonitor(log.log, health_facts(inputs), events, stop.touch if config.health == "stop" else None)
+    monitor = HealthMonitor(log.log, build_history(inputs), events, stop.touch if config.health == "stop" else None)
     monitor.start(directory / METRICS, is_new=resume_step in (None, START_OVER))
     try:
         yield monitor

@@ -16,7 +16,7 @@ from thresher.builders.memory import RESERVED, ModelSize, Process, peak_memory
 from thresher.builders.reference_mode import reference_has_workers
 from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
-from thresher.data.batching.batches import CostModel
+from thresher.data.batching.batches import CostModel, num_sequences
 from thresher.data.store.reader import Lengths
 from thresher.engines.native.build import axis_sizes
 from thresher.errors import UserError
@@ -49,7 +49,7 @@ class BudgetChoice:
         if layout.needs_pair_attention:
             tokens = CostModel(attention_per_key=0, shares_prompt=layout.shares_prompt).tokens(lengths)
         else:
-            tokens = 2 * (lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1))
+            tokens = num_sequences(lengths) * (lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1))
         pairs_per_rank = pairs_per_step / processes[0].dims.num_data_ranks
         return cls(processes, int(tokens.max()), pairs_per_rank * float(tokens.mean()))
 
@@ -113,7 +113,7 @@ def choose_budget(inputs: RunInputs, gpu: Hardware) -> TokenBudget:
         first = policy_process(config, inputs, model_size(inputs), config.actor_train.num_processes)
         choice = BudgetChoice.of(
             [replace(first, stage=stage) for stage in {0, first.dims.pp - 1}],
-            inputs.train.lengths,
+            inputs.train_examples.lengths,
             inputs.layout,
             config.actor_train.training_args.pairs_per_step(first.dims.num_data_ranks),
         )

@@ -1,4 +1,4 @@
-"""The trainer of one rank, resumed from a checkpoint and checked at step 0."""
+"""The trainer of one rank, resumed from a checkpoint if there is one."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) 
         policy,
         inputs.objective,
         plan,
-        train=inputs.train,
-        validation=inputs.validation,
+        train=inputs.train_examples,
+        validation=inputs.validation_examples,
         reference=reference,
         micro_batching=build_micro_batching(inputs, policy.hidden_size),
         eval_batching=build_eval_batching(inputs),

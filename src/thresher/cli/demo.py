@@ -43,6 +43,7 @@ def demo(
     run, page = output / "run", output / "report.html"
     _run("check", config)
     _run("prepare", "--config", config, "--output", output / "store")
+    print_lines("\nan estimate for one H100, which the demo does not need:")
     with suppress(typer.Exit):  # the exit code says whether the run fits on GPUs that the demo does not need
         _run("plan", config)
     _run("train", config)
@@ -54,10 +55,10 @@ def demo(
     logger.info("the demo took %.0f s; what to do next:", time.monotonic() - started)
     if has_report:
         print_lines(f"  open {page.resolve().as_uri()} in a browser")
-    print_lines(f"  thresher train {config} beta=0.5 output_dir={output / 'run2'}       # another run")
+    print_lines(f"  run again:    thresher train {config} beta=0.5 output_dir={output / 'run2'}")
     if has_report:
-        print_lines(f"  thresher report {run} {output / 'run2'} -o compare.html    # both runs in one report")
-    print_lines("  thresher demo --model DIR --data FILE -o DIR               # your model and your pairs")
+        print_lines(f"  compare both: thresher report {run} {output / 'run2'} -o compare.html")
+    print_lines("  your own:     thresher demo --model DIR --data FILE -o DIR")
 
 
 def _make_inputs(directory: Path, model: str | None, data: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 # what a reader must know; the other outcomes are the same training
 _DIFFERENT = ("different meaning", "no equivalent")
-_KEY_WIDTH = 24  # four columns fit into 80 characters
+_KEY_WIDTH = 30
+_BOTH_WIDTHS = 73  # two columns in 80 characters
 
 
 def import_config(
@@ -62,15 +64,15 @@ def import_config(
         console.print(entries_table(translation.dialect.title, shown))
     neutral = [entry.key for entry in translation.entries if entry.outcome == "changes nothing here"]
     if neutral and not show_all:
-        logger.info("not translated, because they change nothing here: %s", ", ".join(neutral))
+        logger.info("%s", _wrap(f"not translated, because they change nothing here: {', '.join(neutral)}"))
     if others := len(translation.entries) - len(shown) - (0 if show_all else len(neutral)):
         logger.info("%d other keys mean the same here or have no effect; --all shows them", others)
     lost = translation.lost
     if lost and not force:
         names = ", ".join(entry.key for entry in lost)
-        logger.error(
-            "no config was written: %s changes the training and has no equivalent; --force writes it anyway", names
-        )
+        why = "changes the training and has" if len(lost) == 1 else "change the training and have"
+        message = f"no config was written: {names} {why} no equivalent; --force writes it anyway"
+        logger.error("%s", _wrap(message, indent=len("error: ")))
         raise typer.Exit(1)
     if output is None:
         typer.echo(text, nl=False)
@@ -79,33 +81,48 @@ def import_config(
         logger.info("wrote %s; check it with: thresher check %s", output, output)
 
 
+def _wrap(text: str, indent: int = 0) -> str:
+    """Break a message between words; a terminal would break it within a key."""
+    from thresher.cli.terminal import console
+
+    lines = textwrap.wrap(
+        text, console.width, initial_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)[indent:]
+
+
 def entries_table(title: str, shown: Sequence[Entry]) -> Table:
-    """Build the table of keys, grouped by outcome; keys that stop the import come first in their group."""
+    """Build the table of keys, grouped by how they were handled; keys that change the training come first."""
     from thresher.importers.convert import shown_value
     from thresher.importers.translation import OUTCOMES
 
+    groups = {"changes the training": [entry for entry in shown if entry.is_lost]}
+    for outcome in sorted(OUTCOMES, key=lambda each: each not in _DIFFERENT):
+        groups[outcome] = [entry for entry in shown if entry.outcome == outcome and not entry.is_lost]
+    keys = {entry.key: escape_control_chars(fold_at_dots(f"{entry.key}:", _KEY_WIDTH)) for entry in shown}
     table = Table(title=f"config of {title}", title_justify="left")
-    for heading in (f"key of {title}", "value", "key here", "note"):
-        table.add_column(heading, overflow="fold")
-    for outcome in OUTCOMES:
-        entries = sorted((each for each in shown if each.outcome == outcome), key=lambda each: not each.is_lost)
+    # as wide as the longest key, so that only values and notes are broken
+    width = max(_KEY_WIDTH, *(len(line) for key in keys.values() for line in key.split("\n")))
+    table.add_column(title, overflow="fold", width=width)
+    table.add_column("thresher", overflow="fold")
+    for heading, entries in groups.items():
         if entries:
             table.add_section()
-            table.add_row(f"[bold]{outcome}[/]")
+            table.add_row(f"[bold]{heading}[/]")
         for entry in entries:
             value = f"{shown_value(entry)}{' (default)' if entry.is_default else ''}"
-            style = "bold red" if entry.is_lost else None
-            targets = "\n".join(fold_at_dots(target) for target in entry.targets)
-            cells = (fold_at_dots(entry.key), value, targets, "; ".join(entry.notes))
-            table.add_row(*(escape(escape_control_chars(cell)) if cell else "" for cell in cells), style=style)
+            targets = [fold_at_dots(target, _BOTH_WIDTHS - width) for target in entry.targets]
+            here = [*targets, *(["; ".join(entry.notes)] if entry.notes else [])]
+            cells = (f"{keys[entry.key]} {value}", escape_control_chars("\n".join(here)))
+            table.add_row(*map(escape, cells), style="bold red" if entry.is_lost else None)
     return table
 
 
-def fold_at_dots(key: str) -> str:
+def fold_at_dots(key: str, width: int) -> str:
     """Break a long dotted key into lines after its dots."""
     lines = [""]
     for part in key.replace(".", ".\n").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(part) > _KEY_WIDTH:
+        if lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")
         lines[-1] += part
     return "\n".join(lines)

@@ -56,7 +56,7 @@ def _facts(estimate: Estimate) -> list[str]:
     useful, notes = workload.useful_per_step, []
     if not cluster.gpu.has_bf16 and estimate.config.actor_train.model_args.dtype == "bf16":
         notes.append(
-            f"precision: {cluster.gpu.name} has no bf16, and the rates are those of fp16; set "
+            f"precision: {cluster.gpu.name} has no bf16, and the rates are for fp16; set "
             "actor_train.model_args.dtype=fp16"
         )
     if estimate.budget_reason is not None:
@@ -107,10 +107,10 @@ def _memory_table(estimate: Estimate) -> Table:
 
 def _traffic_table(estimate: Estimate) -> Table:
     table, cluster = _table("mesh dimension", estimate, "link"), estimate.cluster
-    for axis in dict.fromkeys(axis for stage in estimate.stages for axis in stage.wire_bytes):
-        is_inside = cluster.bandwidth(axis, estimate.dims) >= LINK_RATE * cluster.gpu.intra_node
-        sent = [_bytes(stage.wire_bytes.get(axis, 0)) for stage in estimate.stages]
-        table.add_row(axis, "node" if is_inside else "network", *sent)
+    for mesh_dim in dict.fromkeys(mesh_dim for stage in estimate.stages for mesh_dim in stage.wire_bytes):
+        is_inside = cluster.bandwidth(mesh_dim, estimate.dims) >= LINK_RATE * cluster.gpu.intra_node
+        sent = [_bytes(stage.wire_bytes.get(mesh_dim, 0)) for stage in estimate.stages]
+        table.add_row(mesh_dim, "node" if is_inside else "network", *sent)
     return table
 
 
@@ -118,8 +118,8 @@ def _time_table(estimate: Estimate) -> Table:
     table, times = _table("work", estimate), [stage.time for stage in estimate.stages]
     table.add_row("computing", *(_seconds(time.compute) for time in times))
     table.add_row("optimizer", *(_seconds(time.optimizer) for time in times))
-    for axis in dict.fromkeys(axis for time in times for axis in time.communication):
-        table.add_row(f"sending, {axis}", *(_seconds(time.communication.get(axis, 0.0)) for time in times))
+    for mesh_dim in dict.fromkeys(mesh_dim for time in times for mesh_dim in time.communication):
+        table.add_row(f"sending, {mesh_dim}", *(_seconds(time.communication.get(mesh_dim, 0.0)) for time in times))
     if any(time.communication for time in times):
         table.add_row("sending that is not hidden", *(_seconds(time.exposed) for time in times))
     if estimate.dims.pp > 1:
@@ -152,9 +152,9 @@ def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
 
     add("peak memory", _bytes, ((r.counted.peak, r.memory.total) for r in ranks))
     add("held between steps", _bytes, ((r.counted.held, r.memory.weights + r.memory.optimizer) for r in ranks))
-    for axis in dict.fromkeys(axis for rank in ranks for axis in rank.wire_bytes):
-        sent = ((r.counted.wire_bytes.get(axis, 0), r.wire_bytes.get(axis, 0)) for r in ranks)
-        add(f"sent, {axis}", _bytes, sent)
+    for mesh_dim in dict.fromkeys(mesh_dim for rank in ranks for mesh_dim in rank.wire_bytes):
+        sent = ((r.counted.wire_bytes.get(mesh_dim, 0), r.wire_bytes.get(mesh_dim, 0)) for r in ranks)
+        add(f"sent, {mesh_dim}", _bytes, sent)
     table.add_section()
     for place, on_host in (("device", False), ("host", True)):
         calls = (sum(each.calls for each in r.counted.collectives if each.on_host == on_host) for r in ranks)

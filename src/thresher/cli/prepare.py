@@ -40,6 +40,7 @@ CONFIG_KEYS = {
     "truncation": "{role}.data_args.truncation",
     "on_bad_row": "{role}.data_args.on_bad_row",
     "special_tokens_in_text": "{role}.data_args.special_tokens_in_text",
+    "join_labelled": "{role}.data_args.join_labelled",
     "chosen_key": "chosen_key",
     "rejected_key": "rejected_key",
     "prompt_key": "prompt_key",
@@ -87,6 +88,10 @@ def prepare(
     special_tokens_in_text: Annotated[
         str, _for_rows("Text that contains a special token: keep_as_text or reject.")
     ] = "keep_as_text",
+    join_labelled: Annotated[
+        bool,
+        typer.Option("--join-labelled", help="Join labelled answers to pairs.", rich_help_panel="Rows and tokens"),
+    ] = False,
     chosen_key: Annotated[str | None, _for_rows("Column of the chosen response.")] = None,
     rejected_key: Annotated[str | None, _for_rows("Column of the rejected response.")] = None,
     prompt_key: Annotated[str | None, _for_rows("Column of the prompt.")] = None,
@@ -127,6 +132,7 @@ def prepare(
                 truncation=cast("Truncation", truncation),  # DataSettings rejects other values
                 on_bad_row=cast("OnBadRow", on_bad_row),
                 special_tokens_in_text=cast("SpecialTokensInText", special_tokens_in_text),
+                join_labelled=join_labelled,
                 chosen_key=chosen_key,
                 rejected_key=rejected_key,
                 prompt_key=prompt_key,
@@ -205,13 +211,13 @@ def _prepare_store(
     """Prepare a store and show its report; an existing store of the same data and settings is kept."""
     from thresher.data.prepare.prepare import store_fingerprint
     from thresher.data.prepare.report import report_of
-    from thresher.data.store.reader import PairStore
+    from thresher.data.store.reader import ExampleStore
     from thresher.models.loading.load import load_tokenizer
 
     tokenizer = load_tokenizer(model, trust_remote_code=trusts)
     if overwrite or not (output / "manifest.json").is_file():
         return build_and_report(settings, tokenizer, output, overwrite=overwrite, executor=executor, in_full=True)
-    store = PairStore.open(output, expected_fingerprint=store_fingerprint(settings, tokenizer))
+    store = ExampleStore.open(output, expected_fingerprint=store_fingerprint(settings, tokenizer))
     logger.info("%s already contains these pairs", output)
     report = report_of(store)
     log_report(report, settings, output, in_full=True)
@@ -248,9 +254,9 @@ def build_and_report(
 def _log_leaks(store: Path, other: Path, num_pairs: int) -> None:
     from thresher.data.prepare.findings import find_leaks
     from thresher.data.prepare.report import format_examples
-    from thresher.data.store.reader import PairStore
+    from thresher.data.store.reader import ExampleStore
 
-    for leak in find_leaks(PairStore.open(store), PairStore.open(other)):
+    for leak in find_leaks(ExampleStore.open(store), ExampleStore.open(other)):
         level = logging.WARNING if leak.count else logging.INFO
         name, examples = leak.name.replace("_", " "), format_examples(leak.examples)
         logger.log(level, "%s: %s of %s also in %s%s", name, f"{leak.count:,}", f"{num_pairs:,}", other, examples)

@@ -61,7 +61,7 @@ def sweep(
         raise UserError(f"--metric {metric} needs validation pairs; set validation.data_args or validation.split")
     if mode not in (None, "max", "min"):
         raise UserError(f"--mode is {mode!r}; use max or min")
-    lower_is_better = metric.rpartition("/")[2] in ("loss", "kl", "rejected") if mode is None else mode == "min"
+    lower_is_better = metric.endswith(("loss", "kl", "rejected")) if mode is None else mode == "min"
 
     from thresher.sweep.run import Sweep, SweepSettings  # imports torch
 

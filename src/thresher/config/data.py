@@ -15,27 +15,28 @@ class DataArgs(Section):
     file_name: StringList = []
     """File, directory, glob or URL, or a list of them."""
     dataset_dir: str | None = None
-    """Directory of relative file names that do not exist as given."""
+    """Where to look for relative file names that do not exist as given."""
     revision: str | None = None
-    """Branch, tag or commit of datasets on the Hugging Face Hub; `hf://OWNER/NAME@REVISION` sets it for one."""
+    """Branch, tag or commit of Hub datasets; `hf://OWNER/NAME@REVISION` sets it for one."""
     store: str | None = None
     """Store written by `thresher prepare`; replaces file_name."""
     template: str = "auto"
-    """`auto`: chat template of the tokenizer; `raw`: plain text; a family: chatml, gemma, llama3, mistral, phi4,
-    qwen2_5, qwen3; otherwise the path of a Jinja file."""
+    """`auto`: the tokenizer's chat template; `raw`: plain text; a family (chatml, gemma, llama3, mistral, phi4,
+    qwen2_5, qwen3); or the path of a Jinja file."""
     template_arguments: dict[str, JsonValue] = {}
     """Variables of the chat template, such as `enable_thinking: false`."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """System message of rows that have none."""
     truncation: Literal["drop", "prompt_start", "response_end"] = "drop"
-    """Pairs longer than sequence_length: drop the pair, or cut the start of the prompt or the end of the responses."""
+    """Pairs over sequence_length: drop, or cut the prompt's start or the responses' end where that suffices."""
     on_bad_row: Literal["fail", "skip", "quarantine"] = "fail"
-    """Handling of unreadable rows: stop, skip them, or write them to a separate file."""
+    """Unreadable rows: stop, skip them, or write them to a separate file."""
     special_tokens_in_text: Literal["keep_as_text", "reject"] = "keep_as_text"
-    """Handling of rows whose text contains a special token such as `<|im_end|>`: tokenize it as plain text, or treat
-    the row as bad (see on_bad_row)."""
+    """Rows whose text has a special token such as `<|im_end|>`: tokenize it as plain text, or treat the row as bad."""
+    join_labelled: bool = False
+    """Join rows of one answer and a label to pairs, where a prompt has both labels; for losses on pairs."""
     max_samples: PositiveInt | None = None
-    """Number of rows to read of each file, from its start; all when absent."""
+    """Rows to read from the start of each file; all when absent."""
     preprocessing_num_workers: PositiveInt = 1
     """Number of tokenizing processes; does not change the result."""
 
@@ -56,8 +57,8 @@ class ValidationConfig(Section):
 
     data_args: DataArgs = DataArgs()
     split: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the training pairs to hold out for validation instead of data_args. It is chosen by prompt and seed: all
-    pairs of a prompt are on one side, whatever the order of files."""
+    """Share of the training pairs to hold out instead of data_args, chosen by prompt and seed: all pairs of a prompt
+    are on one side."""
 
     @model_validator(mode="after")
     def _validate_split(self) -> ValidationConfig:
@@ -74,34 +75,34 @@ class SamplesConfig(Section):
     """
 
     num_prompts: PositiveInt = 16
-    """Number of prompts: the first different ones of the validation pairs or of prompts_file."""
+    """Number of prompts: the first distinct ones of the validation pairs or of prompts_file."""
     prompts_file: str | None = None
-    """Prompts in place of the validation pairs' ones: a text file with one per line, or JSON lines with a `prompt`, a
-    text or messages. They get the template and the system prompt of actor_train.data_args."""
+    """Prompts instead of the validation pairs': a text file with one per line, or JSON lines with a `prompt`, text or
+    messages. They get the template and system prompt of actor_train.data_args."""
     max_new_tokens: PositiveInt = 256
-    """Maximum tokens of an answer."""
+    """Maximum tokens per answer."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Temperature of sampling; 0 takes the most likely token. Only at 1 are answers drawn from the policy, so that
-    their mean log ratio to the reference is an estimate of the KL, `samples/kl`."""
+    """Sampling temperature; 0 takes the most likely token. Only at 1 does the mean log ratio to the reference estimate
+    the KL, `samples/kl`."""
     judge: str | None = None
-    """Python function that judges answers, as package.module:function or path/to/file.py:function:
-    score(prompt, answer), or compare(prompt, first, second), the probability that the first answer is better."""
+    """Python function that judges answers, as package.module:function or path/to/file.py:function: score(prompt,
+    answer), or compare(prompt, first, second), the probability that the first is better."""
     judge_url: str | None = None
-    """Address of an OpenAI-compatible server whose model judges answers, such as http://localhost:8000/v1."""
+    """OpenAI-compatible server whose model judges answers, such as http://localhost:8000/v1."""
     judge_model: str | None = None
-    """Name of the model on that server."""
+    """Model on that server."""
     judge_key_variable: str | None = None
-    """Environment variable with the API key of that server."""
+    """Environment variable with that server's API key."""
     judge_instructions: str | None = None
-    """What that model should prefer, in place of helpful, correct and pleasant answers."""
+    """That model's instructions; by default, to prefer helpful, correct and pleasant answers."""
     judge_max_tokens: PositiveInt = 16
-    """Maximum tokens of a reply of that model; one that reasons first needs more."""
+    """Maximum tokens of a reply; a model that reasons first needs more."""
     judge_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds to wait for a complete reply."""
     judge_attempts: PositiveInt = 4
-    """Attempts per request; if one fails as often, the evaluation has no win rate."""
+    """Maximum attempts per request; if all fail, the evaluation has no win rate."""
     judge_concurrency: PositiveInt = 8
-    """Requests at the same time."""
+    """Concurrent requests."""
 
     @model_validator(mode="after")
     def _validate_judge(self) -> SamplesConfig:

@@ -34,21 +34,21 @@ class TrackerArgs(Section):
     wandb_project: str = "thresher"
     """Project on Weights & Biases."""
     wandb_entity: str | None = None
-    """Team or user on Weights & Biases; the default entity of the account when absent."""
+    """Team or user on Weights & Biases; the account's default when absent."""
     wandb_mode: Literal["auto", "online", "offline"] = "auto"
-    """auto: online if an API key is configured, otherwise offline."""
+    """auto: WANDB_MODE, else online with an API key and offline without."""
     wandb_api_key: str | None = None
-    """API key of Weights & Biases; never stored or printed. `wandb login` or WANDB_API_KEY when absent."""
+    """API key of Weights & Biases, for this run alone; `wandb login` or WANDB_API_KEY when absent."""
     mlflow_tracking_uri: str | None = None
     """MLflow server or store; a local store in logging_dir when absent."""
     tensorboard_dir: str | None = None
-    """Directory of the TensorBoard event files, one subdirectory per exp_name; logging_dir/tensorboard when absent."""
+    """Directory of the TensorBoard files, one subdirectory per exp_name; logging_dir/tensorboard when absent."""
     name: str | None = None
-    """Name of the run on wandb and mlflow; exp_name when absent."""
+    """Run name on wandb and mlflow; exp_name when absent."""
     notes: str | None = None
-    """Description of the run on wandb and mlflow."""
+    """Run description on wandb and mlflow."""
     tags: StringList = []
-    """Tags of the run on wandb and mlflow."""
+    """Run tags on wandb and mlflow."""
 
 
 # keys of tracker_kwargs, and the trackers that use them
@@ -65,90 +65,88 @@ _FROM_PYTHON: dict[str, Any] = {"from": "Python"}
 class DPOConfig(LossConfig):
     """All settings of a run.
 
-    Python code may also give flat names, TRL's or the last part of ours: `DPOConfig(learning_rate=1e-6)`. A mistake is
+    Python code may also give flat names, TRL's or the last part of a key: `DPOConfig(learning_rate=1e-6)`. A mistake is
     a `UserError`; settings without effect are reported when a run starts: `DPOTrainer` may add data and devices.
     """
 
     exp_name: str = "thresher"
-    """Name of the run on trackers."""
+    """Run name on trackers."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of the pair order, adapter initialization and all other randomness."""
+    """Random seed of the run."""
     output_dir: str = "./output"
-    """Run directory: checkpoints, prepared pairs and, unless logging_dir is set, logs."""
+    """Run directory: checkpoints, prepared pairs, and logs unless logging_dir is set."""
     logging_dir: str | None = None
-    """Directory of the metric logs; `output_dir`/logs when absent."""
+    """Directory of metrics and logs; output_dir/logs when absent."""
     cache_dir: str | None = None
-    """Directory of what runs share: prepared pairs in `stores`, and precomputed log-probabilities unless
-    reference.cache_dir is set; when absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
+    """Directory that runs share: prepared pairs, and reference log-probabilities unless reference.cache_dir is set.
+    When absent, `$THRESHER_CACHE_DIR` or the user's cache directory."""
     max_steps: Annotated[PositiveInt | None, also({-1: None})] = None
     """Maximum number of steps; no limit when absent or -1. Without num_train_epochs, the data repeats until then."""
     num_train_epochs: Annotated[Positive | None, also({-1: None})] = None
-    """Number of epochs; may be fractional. With max_steps, the run ends at whichever comes first, as in ROLL; TRL and
-    transformers ignore the epochs, and so do `thresher import` and DPOConfig in Python. With neither, one epoch."""
+    """Number of epochs, which may be fractional; 1 if max_steps is absent too. With both, the run ends at whichever
+    comes first; in Python, DPOConfig drops the epochs, as TRL does."""
     save_strategy: Cadence = "steps"
-    """When to save, besides the final step: every save_steps `steps`, at the end of each `epoch`, or `no`."""
+    """When to save besides the end: every save_steps `steps`, at the end of each `epoch`, or `no`."""
     save_steps: Annotated[int, Field(ge=0)] = 100
     """Steps between checkpoints; 0 saves the final step only."""
     async_save: bool = True
-    """Write checkpoints while training continues; needs host memory for a copy of weights and optimizer state."""
+    """Write checkpoints while training continues; needs host memory for trained weights and optimizer state."""
     eval_strategy: Cadence = "steps"
     """When to evaluate besides the end: every eval_steps `steps`, at the end of each `epoch`, or `no`."""
     eval_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_on_start: bool = False
-    """Also evaluate before the first step."""
+    """Evaluate before the first step too."""
     logging_steps: PositiveInt = 1
-    """Steps between log entries, which hold means since the previous entry. The final step is always logged."""
+    """Steps between log entries; loss metrics are means since the previous one. The final step is always logged."""
     resume_from_checkpoint: Annotated[Literal[False] | str | None, also(_RESUME_SPELLINGS)] = None
-    """Absent: resume from the newest checkpoint in output_dir, which must have the same config. `auto` or `true`:
-    resume from it even if the config changed. `false`: start from scratch. Otherwise the path of a checkpoint."""
+    """Absent: resume from the newest checkpoint in output_dir, whose settings must agree where they affect numbers.
+    `auto` or `true`: only data, seed, pairs per step and models must agree. `false`: start from scratch. Otherwise a
+    checkpoint's path. Both need an output_dir without later checkpoints."""
     save_total_limit: PositiveInt = 3
-    """Number of newest checkpoints to keep; the best one is kept as well."""
+    """Number of newest checkpoints to keep; the best one is kept too."""
     export_model: bool = False
-    """At the end, write the trained model to `model` in output_dir, as `thresher export` does: a Hugging Face directory
-    with adapters merged. An earlier one there is replaced."""
+    """At the end, write the trained model with merged adapters to output_dir/model, as `thresher export` does. Files of
+    an earlier one are replaced."""
     metric_for_best_model: Annotated[Literal[EVAL_METRICS], also(_METRIC_SPELLINGS)] = "eval/loss"  # type: ignore[valid-type]
     """Evaluation metric that selects the best checkpoint."""
     greater_is_better: bool = Field(default=None, validate_default=True)
-    """Whether a higher metric_for_best_model is better. When absent: true for accuracies, margins and chosen rewards,
-    false for losses and rejected rewards."""
+    """Whether a higher metric_for_best_model is better. Absent: true for accuracies, margins and chosen rewards."""
     max_consecutive_skipped_steps: PositiveInt = 5
-    """Stop after this many consecutive steps with a non-finite loss or gradient."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient; fp16 overflows do not count."""
     health: Health = "warn"
-    """What to do when a rule on the metrics finds that the run goes wrong: `warn`, or `stop` after a checkpoint."""
+    """When a health rule finds a problem: `warn`, or `stop` after a checkpoint; `off` checks nothing."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """On Ray: maximum consecutive restarts without a new checkpoint."""
     heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """On Ray: seconds without a heartbeat of a worker, or without progress of any, after which the run restarts. With
-    torchrun: seconds without progress of a rank in a step after warm-up, or without a heartbeat of one that rank 0
-    waits for, after which the run ends. Also the timeout of NCCL's collectives in such steps."""
+    """Seconds without a worker's heartbeat or, after warm-up, without progress of any worker (at least twice the
+    longest wait), after which a run on Ray restarts and a torchrun run ends. Also the timeout of NCCL collectives in
+    later steps."""
     elastic: bool = False
-    """On Ray: when a node is lost, continue with fewer workers and the same global batch; use a node that joins after
-    the next checkpoint."""
+    """On Ray: after losing a node, continue with fewer workers and the same global batch, and use a node that joins
+    from the next checkpoint on."""
     graceful_stop_timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds after SIGTERM or SIGINT to stop and save; after that the run exits immediately and says what is lost. A
-    run of one process discards a slow step; several processes finish it, so this must exceed the time of a step."""
+    """Seconds to stop and save after SIGTERM or SIGINT; then the run reports what is lost and exits. A single process
+    discards a slow step; several finish it, so allow more than one step."""
 
     runtime: Literal["auto", "local", "ray", "torchrun"] = "auto"
-    """local: a single process; ray: workers on Ray; torchrun: the processes that torchrun or srun started. auto:
-    torchrun if one of them started this process, ray if a role has several devices or workers or if ray_address is set,
-    otherwise local."""
+    """local: one process; ray: workers on Ray; torchrun: the processes that torchrun or srun started. auto: torchrun if
+    started so, ray for several devices or workers or with ray_address, otherwise local."""
     ray_address: str | None = None
-    """HOST:PORT of a running Ray cluster; when absent, the run starts Ray on this machine and stops it at the end."""
+    """HOST:PORT of a running Ray cluster; when absent, the run starts and stops Ray on this machine."""
     system_envs: Environment = {}
-    """Environment variables of all workers; in a run without Ray, of this process."""
+    """Environment variables of all workers; without Ray, of all processes."""
     num_gpus_per_node: PositiveInt | None = None
-    """Devices per node, for numbering in device_mapping; detected when absent. A run without
-    several devices ignores it, with a warning."""
+    """Devices per node, for the numbering in device_mapping; detected when absent."""
 
     pretrain: str | None = None
-    """Initial model of policy and reference."""
+    """Initial model of policy and reference: a Hub name, a directory or a GGUF file."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
-    """Batch layout. shared: packed, with each prompt computed once per pair; packed: sequences concatenated; padded;
-    auto: the fastest that the model supports."""
+    """shared: packed, with each prompt computed once per pair; packed: sequences concatenated; padded; auto: shared if
+    possible, else padded."""
     apply_loss_mask: bool = True
-    """Score the responses only. `false` scores all tokens of prompt and response but the first, as in ColossalChat:
-    changes losses with averages over tokens or an NLL term; in a difference of sums, the prompt cancels out."""
+    """Score the responses only. `false` scores the prompt too, which changes losses with token averages or an NLL term;
+    in a difference of sums, the prompt cancels out."""
     sequence_length: Annotated[int, Field(ge=2)] = 1024
     """Maximum tokens of prompt plus response."""
     chosen_key: str | None = None
@@ -331,7 +329,7 @@ class DPOConfig(LossConfig):
         return policy and self.reference_path == self.policy_path if own is None else own
 
     def environment_of(self, role: str) -> dict[str, str]:
-        """Environment variables of a role's workers; a run in one process has those of actor_train."""
+        """Environment variables of a role's workers; a run in one process has actor_train's."""
         return {**self.system_envs, **getattr(self, role).system_envs}
 
     @property

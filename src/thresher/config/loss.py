@@ -11,7 +11,10 @@ from thresher.config.section import Section
 from thresher.imported_function import digest_of
 
 # Parameters of the losses; None leaves the default of the loss.
-LOSS_PARAMETERS = ("beta", "label_smoothing", "gamma", "cpo_alpha", "discopop_tau")
+LOSS_PARAMETERS = (
+    *("beta", "label_smoothing", "gamma", "cpo_alpha", "alphapo_alpha", "discopop_tau", "dpop_lambda"),
+    *("desirable_weight", "undesirable_weight", "infonca_alpha"),
+)
 # the loss of a switch; `ipo: true` next to pref_loss: ipo was the averaged loss before it became ROLL's
 _SWITCHES = {"ipo": ("ipo_sum", "ipo"), "simpo_loss": ("simpo",)}
 # names of losses in TRL, ColossalChat and open-instruct; a config keeps ours
@@ -39,29 +42,42 @@ class LossConfig(Section):
     """The objective. A parameter left out takes the default of the chosen loss (`thresher losses` lists them)."""
 
     pref_loss: str | list[str] | dict[str, Positive | LossTerm] = "sigmoid"
-    """Name of a loss, a list of names, or a mapping from name to weight (MPO), or to `weight` and parameters of that
-    loss: `{sigmoid: 0.8, robust: {weight: 0.2, label_smoothing: 0.1}}`. `dpo` is another name of sigmoid. A loss of
-    your own is path/to/file.py:function or package.module:function; see docs/concepts/losses.md."""
+    """Name of a loss, a list of names, or a mapping from name to weight (MPO), or to `weight` and parameters:
+    `{sigmoid: 0.8, robust: {weight: 0.2, label_smoothing: 0.1}}`. `dpo` means sigmoid. For your own loss,
+    path/to/file.py:function or package.module:function; see docs/concepts/losses.md."""
     pref_loss_digests: dict[str, str] = {}
-    """Recorded, not to be set: SHA-256 of each Python file in pref_loss, so that a resumed run notices a change."""
+    """Recorded, not to be set: SHA-256 of each Python file in pref_loss, which a resumed run compares."""
     ipo: StrictBool | None = None
-    """`true` is the same as pref_loss=ipo_sum, as in ROLL; pref_loss=ipo averages over tokens."""
+    """`true` means pref_loss=ipo_sum, as in ROLL; pref_loss=ipo averages over tokens."""
     simpo_loss: StrictBool | None = None
-    """`true` is the same as pref_loss=simpo."""
+    """`true` means pref_loss=simpo."""
     beta: Positive | None = None
-    """DPO temperature: larger values keep the policy closer to the reference. The default of the loss when absent."""
+    """DPO temperature: larger values keep the policy closer to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Assumed probability that a label is flipped. The default of the loss when absent."""
+    """Assumed probability that a label is flipped, up to 0.5 in built-in losses."""
     gamma: float | None = None
-    """Target reward margin: SimPO's gamma, or a constant that is subtracted from the logit of another logistic loss.
-    The default of the loss when absent, 0 for losses without one."""
+    """Target reward margin: gamma of SimPO and AlphaPO, or subtracted from the reward margin of another loss that
+    supports it."""
     length_normalization: bool | None = None
     """Average log-probabilities over the response: `true` turns sigmoid into sigmoid_norm and ipo_sum into ipo, `false`
     turns ipo into ipo_sum."""
     cpo_alpha: Annotated[float, Field(ge=0)] | None = None
-    """CPO: weight of the NLL term. The default of the loss when absent."""
+    """CPO: weight of the NLL term."""
+    alphapo_alpha: float | None = None
+    """AlphaPO: exponent of the reward; 0 gives SimPO."""
     discopop_tau: Positive | None = None
-    """DiscoPOP: temperature of the gate. The default of the loss when absent."""
+    """DiscoPOP: temperature of the gate, at most 1."""
+    desirable_weight: Positive | None = None
+    """KTO: weight of desirable responses; `thresher prepare` prints the advised range for the data's labels."""
+    undesirable_weight: Positive | None = None
+    """KTO: weight of undesirable responses."""
+    infonca_alpha: Positive | None = None
+    """InfoNCA: temperature of the scores."""
+    comparisons: Literal["all", "adjacent", "best_worst", "best_rest"] = "all"
+    """The pairs that a pairwise loss reads from a list of responses: all of different score or rank, neighbors in the
+    ranking, the best with the worst, or the best with each other one. A prompt's comparisons are averaged."""
+    dpop_lambda: Annotated[float, Field(ge=0)] | None = None
+    """DPOP: weight of the loss in likelihood of the chosen response."""
     rpo_alpha: Positive | None = None
     """RPO: weight of an added NLL term on the chosen response."""
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
@@ -69,11 +85,13 @@ class LossConfig(Section):
     f_alpha_divergence_coef: float = 0.5
     """f-DPO: alpha of alpha_divergence; 0 gives forward KL, 1 reverse KL."""
     ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    """LD-DPO: weight of the tokens beyond the length of the shorter response."""
+    """LD-DPO: weight of the tokens beyond the shorter response's length."""
+    clamp_log_ratio: tuple[float, float] | None = None
+    """Humanline: bounds to which each token's log ratio is clamped, such as [-1, 1.5]; with reference.sync_steps."""
     use_wpo: bool = False
-    """WPO: weight each pair by its probability under the policy."""
+    """WPO: weight each pair by its likelihood relative to the policy's samples."""
     length_penalty: Annotated[float, Field(ge=0)] | None = None
-    """R-DPO: reward subtracted per response token."""
+    """R-DPO: times chosen minus rejected length, added to the reward margin."""
 
     @model_validator(mode="before")
     @classmethod

@@ -51,28 +51,27 @@ class ModelArgs(Section):
     """Model weights, precision and LoRA adapter."""
 
     model_name_or_path: str | None = None
-    """Model directory or GGUF file; `pretrain` when absent."""
+    """The policy's model; `pretrain` when absent."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub; the default branch when absent."""
     tokenizer_name_or_path: str | None = None
-    """Directory or Hub name of the tokenizer; the policy's when absent. `thresher export` writes it with the model."""
+    """Directory or Hub name of the tokenizer, which `thresher export` writes too; the model's when absent."""
     model_type: Literal["causal_lm"] | None = None
     """Accepted for compatibility; all models are causal language models."""
     dtype: DType = "bf16"
-    """Precision of the forward and backward passes; fp16, for GPUs without bf16, scales the loss dynamically."""
+    """Precision of forward and backward; fp16, for GPUs without bf16, scales the loss dynamically."""
     master_dtype: DType = "fp32"
-    """Precision of the master weights and the optimizer state; fp32 or bf16."""
+    """Precision of master weights and optimizer state: fp32, or bf16 with dtype bf16 and fsdp2_train."""
     attn_implementation: str | None = None
-    """sdpa, eager or flash_attention_2, in the padded layout; sdpa when absent, if the architecture supports it.
-    varlen: packed rows with torch's flash kernels for bf16 and fp16, where a GPU otherwise uses FlexAttention."""
+    """For padded rows sdpa, eager or flash_attention_2; sdpa when absent, if the architecture supports it. varlen:
+    torch's flash kernels on packed rows in bf16 and fp16, instead of FlexAttention on a GPU."""
     pad_token: str | None = None
-    """Existing token to pad with in the padded layout; when absent, the tokenizer's pad token, else EOS. Padding is
-    never scored, and the other layouts have none."""
+    """Existing token to pad with in the padded layout; when absent, the tokenizer's pad token, else EOS."""
     trust_remote_code: bool = False
-    """Allow Python code from the repositories of model and tokenizer to run. Enable only for those that you trust."""
+    """Run Python code from the repositories of model and tokenizer; only for those that you trust."""
     moe_aux_loss_coef: NonNegative | None = None
-    """Weight of the load-balancing loss of a mixture-of-experts model, which is added to the loss of a step; left out
-    when absent or 0. The last token of each sequence does not count, unlike in transformers. Costs one more forward."""
+    """Weight of a mixture-of-experts model's load-balancing loss; off when absent or 0. Costs one more forward; unlike
+    in transformers, the last token of a sequence does not count."""
     freeze_module_prefix: Prefixes = []
     """Prefixes of parameters that are not trained, such as `model.embed_tokens`: a list, or joined with commas."""
     lora_rank: PositiveInt | None = None
@@ -80,16 +79,15 @@ class ModelArgs(Section):
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """LoRA alpha; twice the rank when absent."""
     lora_init: Annotated[str, Field(pattern=r"^(default|pissa|pissa_niter_[1-9]\d*)$")] = "default"
-    """`default`: the adapter starts at zero. `pissa`: it starts with the principal components of the weights, which are
-    taken from the frozen weights; `pissa_niter_N` finds them approximately, in N iterations. The reference is the
-    original model."""
+    """`default`: the adapter starts at zero. `pissa`: it starts with the principal components of the weights, taken
+    from the frozen weights; `pissa_niter_N` approximates them in N iterations. The reference is the original model."""
     adapter_name_or_path: str | None = None
-    """LoRA adapter in PEFT's format from which training starts; rank, alpha and target are read from it. The reference
-    has the same adapter, so margins start at 0."""
+    """LoRA adapter in PEFT's format to start from, with its rank, alpha and target. A reference of the same model has
+    it too, so margins start at 0."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapters. All other dropout is disabled."""
+    """Dropout of the adapters; all other dropout is disabled."""
     lora_target: LoraTargets = ["all-linear"]
-    """Names of the modules that get an adapter, as a list or joined with commas, or `all-linear`; `all` is the same."""
+    """Modules that get an adapter, as a list or joined with commas; `all` means `all-linear`."""
 
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:
@@ -135,11 +133,11 @@ class ReferenceModelArgs(Section):
     """Model settings that may differ from the policy's; the others are shared, so the margin at step 0 is 0."""
 
     model_name_or_path: str | None = None
-    """Model directory or GGUF file; `pretrain` when absent."""
+    """The reference's model; when absent, `pretrain`, else the policy's model."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the Hub; the policy's if both name the same model."""
+    """Branch, tag or commit on the Hub; when absent, the policy's for the same model."""
     model_type: Literal["causal_lm"] | None = None
-    """Accepted for compatibility; all models are causal language models."""
+    """Accepted for compatibility, as the policy's."""
     dtype: DType | None = None
     """Precision of the forward pass; the policy's when absent."""
     master_dtype: DType | None = None
@@ -147,7 +145,7 @@ class ReferenceModelArgs(Section):
     attn_implementation: str | None = None
     """sdpa, eager or flash_attention_2; the policy's when absent, as it must be with varlen."""
     trust_remote_code: bool | None = None
-    """Allow Python code from the model repository; when absent, the policy's setting for the same model, else false."""
+    """Run Python code from the model's repository; when absent, the policy's setting for the same model, else false."""
 
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
@@ -159,21 +157,20 @@ class TrainingArgs(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 5e-7
     """Peak learning rate of AdamW."""
     per_device_train_batch_size: PositiveInt = 8
-    """Pairs per data-parallel rank and accumulation step. With the padded layout, this is the micro-batch size."""
+    """Pairs per data-parallel rank and accumulation step; with the padded layout, the largest micro-batch."""
     gradient_accumulation_steps: PositiveInt = 1
     """Multiples of per_device_train_batch_size per optimizer step."""
     global_batch_size: PositiveInt | None = None
-    """Pairs per optimizer step over all ranks; replaces gradient_accumulation_steps. When absent,
-    per_device_train_batch_size * gradient_accumulation_steps * data-parallel ranks."""
+    """Pairs per optimizer step over all ranks, instead of gradient_accumulation_steps."""
     max_tokens_per_micro_batch: TokenBudget = None
-    """Token budget of a micro-batch in training, evaluation and scoring of the reference. `auto` or absent: on GPUs,
-    chosen from their memory by the formulas of `thresher plan`; on CPUs 4096, or with layout padded no limit in
-    training. Does not change the pairs per step."""
+    """Token budget of a micro-batch in training, evaluation and reference scoring. Does not change the pairs per step.
+    `auto` or absent: on GPUs with fsdp2_train, from their memory by the formulas of `thresher plan`; otherwise 4096, or
+    no limit in training with layout padded."""
     per_device_eval_batch_size: PositiveInt | None = None
-    """Maximum number of pairs per rank and evaluation batch, which the token budget also limits. When absent, as many
-    as the budget allows, or per_device_train_batch_size with layout padded."""
+    """Maximum pairs per rank and evaluation batch, within the token budget. When absent, as many as the budget allows,
+    or per_device_train_batch_size with layout padded."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of AdamW for matrices; not applied to norms and biases."""
+    """AdamW's weight decay of matrices; norms and biases have none."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """beta1 of AdamW."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -183,11 +180,11 @@ class TrainingArgs(Section):
     max_grad_norm: NonNegative = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
     log_num_zeros_in_grad: bool = False
-    """Log `num_zeros_in_grad`, the number of elements of the gradient that are 0."""
+    """Log `num_zeros_in_grad`, the number of zeros in the gradient."""
     initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
     """With dtype fp16: the loss scale starts at 2 to this power. An overflow skips the step and halves the scale."""
     loss_scale_window: PositiveInt = 2000
-    """With dtype fp16: steps in a row without an overflow after which the loss scale doubles."""
+    """With dtype fp16: consecutive steps without overflow before the loss scale doubles."""
     lr_scheduler_type: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
     """Learning-rate schedule over the whole run."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
@@ -199,14 +196,14 @@ class TrainingArgs(Section):
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
     gradient_checkpointing: Annotated[Literal["off", "selective", "full"], also({True: "full", False: "off"})] = "off"
-    """Recompute activations in the backward pass to save memory. `full` (or true) keeps the input of each layer alone.
-    `selective` also keeps the results of matrix products, attention and tensor-parallel sums, and recomputes norms,
-    rotary embeddings and activation functions. `off` (or false) keeps everything."""
+    """Recompute activations in the backward to save memory. `full` (or true) keeps only the input of each layer.
+    `selective` also keeps the results of most matrix products, attention and tensor-parallel sums. `off` (or false)
+    keeps everything."""
     activation_offload: bool = False
-    """With gradient_checkpointing: keep the inputs of the layers in host memory from the forward to the backward."""
+    """With gradient_checkpointing: keep layer inputs in host memory until the backward."""
     torch_compile: Literal["auto"] | bool = "auto"
-    """Compile the layers with torch.compile: faster steps in bf16, about a minute of compilation before the first.
-    `auto`: on GPUs, where the strategy and its parallel sizes support it."""
+    """Compile the model with torch.compile, which delays the first step. `auto`: on GPUs without moe_aux_loss_coef,
+    where the engine and its parallel sizes support it."""
 
     @model_validator(mode="after")
     def _validate_schedule(self) -> TrainingArgs:
@@ -296,13 +293,13 @@ class RoleConfig(Section):
     """Settings common to policy and reference."""
 
     default_strategy: ClassVar[str] = DEFAULT_INFER
-    strategy_args: StrategyArgs = StrategyArgs()
+    strategy_args: StrategyArgs = StrategyArgs.model_construct()  # validating it imports the default strategy
     device_mapping: Annotated[list[int] | None, BeforeValidator(parse_device_mapping)] = None
     """Global device ids, one worker per device: a list, or text like `list(range(0,8))`. Roles may share devices."""
     system_envs: Environment = {}
-    """Environment variables of this role's workers, in addition to those of the run."""
+    """Environment variables of this role's workers, in addition to the run's."""
     num_workers: PositiveInt | None = None
-    """Number of CPU workers; 1 when absent. Cannot be combined with device_mapping, which has one worker per device."""
+    """Number of workers without device_mapping, on CPUs with Ray. When absent, 1, or what torchrun or srun started."""
 
     @model_validator(mode="after")
     def _validate_devices(self) -> RoleConfig:
@@ -356,17 +353,17 @@ class ReferenceConfig(RoleConfig):
 
     model_args: ReferenceModelArgs = ReferenceModelArgs()
     mode: Literal["auto", "precompute", "concurrent", "adapter", "none"] = "auto"
-    """How reference log-probabilities are computed. precompute: before training, and cached; concurrent: during
-    training; adapter: by the policy without its LoRA adapter; none: for losses without a reference, and for
-    reference-free DPO, whose log ratios are the policy's logps. auto: none if the loss needs no reference, adapter with
-    a new LoRA adapter on the same model, concurrent with sync_steps, otherwise precompute."""
+    """precompute: score the pairs before training, and cache the log-probabilities; concurrent: during training;
+    adapter: by the policy without its LoRA adapter; none: no reference, which makes DPO reference-free. auto: none if
+    the loss needs no reference, adapter with a LoRA adapter that starts at zero on the same model, concurrent with
+    sync_steps, otherwise precompute."""
     infer_batch_size: PositiveInt | None = None
-    """Maximum number of pairs per forward pass in mode precompute, which the token budget of a micro-batch also
-    limits. When absent, as many as the budget allows, or 8 with layout padded."""
+    """Maximum pairs per forward in mode precompute, within the token budget. When absent, as many as the budget allows,
+    or 8 with layout padded."""
     cache_dir: str | None = None
     """Directory of precomputed log-probabilities; the run's cache_dir when absent."""
     prefetch_steps: PositiveInt = 2
-    """Maximum number of steps that workers of a concurrent reference run ahead of the policy."""
+    """Maximum steps that workers of a concurrent reference run ahead of the policy."""
     sync_steps: PositiveInt | None = None
     """TR-DPO: steps between updates of the reference towards the policy; never when absent."""
     sync_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ from pydantic import JsonValue, ValidationError, ValidationInfo, field_validator
 
 from thresher.config.section import Section
 from thresher.errors import UserError, nearest
+from thresher.imported_function import find_entry_points
 
 GROUP = "thresher.strategies"
 DEFAULT_TRAIN, DEFAULT_INFER = "fsdp2_train", "hf_infer"
@@ -74,7 +75,7 @@ class StrategySettings(Section):
 
 
 def not_a_multiple(num_workers: int, product: int, factors: list[str]) -> str:
-    """Say that workers cannot be divided among the axes, and which numbers of workers can."""
+    """Say that workers cannot be divided among the mesh dimensions, and which numbers of workers can."""
     divisor = " x ".join(factors) + (f" = {product}" if len(factors) > 1 else "")
     nearest = [count for count in (num_workers // product * product, (num_workers // product + 1) * product) if count]
     return (
@@ -91,7 +92,7 @@ class StrategyDeclaration:
     """
 
     settings: type[StrategySettings]
-    build_infer: str  # of a ModelSpec; an Engine, which also serves a reference on the axes of a policy
+    build_infer: str  # of a ModelSpec; an Engine, which also serves a reference on the policy's mesh
     build_train: str | None = None  # of a PolicySpec; a TrainEngine. None for a strategy that only scores
     # of an EngineCheck: raises a UserError for an unsupported model or settings, before any worker starts and without
     # importing the engine
@@ -119,13 +120,7 @@ def _is_importable(module: str) -> bool:
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for each in entry_points(group=GROUP):
-        other = found.setdefault(each.name, each)
-        if other.value != each.value:
-            both = f"{other.value} and {each.value}"
-            raise UserError(f"two installed packages declare the strategy {each.name}: {both}; uninstall one of them")
-    return found
+    return find_entry_points(GROUP, "strategy")
 
 
 @cache
@@ -133,7 +128,7 @@ def find_strategy(name: str) -> StrategyDeclaration:
     """Return the declaration of a strategy; ValueError if no installed package has one of this name."""
     found = _entry_points()
     if not found:
-        raise UserError("no strategy is installed, not even those of thresher; install thresher with pip")
+        raise UserError("no strategy is installed, not even thresher's; install thresher with pip")
     if name not in found:
         meant = nearest(name, found)
         hint = f"did you mean {meant}?" if meant else f"installed are {', '.join(sorted(found))}"
@@ -159,12 +154,12 @@ class StrategyArgs(Section):
     """Training or inference engine of a role."""
 
     strategy_name: str | None = None
-    """Engine: fsdp2_train, deepspeed_train or megatron_train for the policy; hf_infer, fsdp2_infer, deepspeed_infer or
-    megatron_infer for the reference; or one of another installed package. When absent, fsdp2_train for the policy. A
-    reference without engine, num_workers and device_mapping runs in the policy's workers on their axes if it is the
-    same model; otherwise hf_infer."""
+    """fsdp2_train (the default), deepspeed_train or megatron_train for the policy; hf_infer, fsdp2_infer,
+    deepspeed_infer or megatron_infer for the reference; or another installed package's. A reference without engine,
+    num_workers and device_mapping runs in the policy's workers if it is the same model or has sync_steps, or under
+    torchrun, otherwise with hf_infer."""
     strategy_config: dict[str, JsonValue] = {}
-    """Settings of the engine, see below."""
+    """Engine settings, see below."""
 
     @field_validator("strategy_name")
     @classmethod

@@ -29,6 +29,7 @@ class DataSettings:
     rejected_key: str | None = None
     prompt_key: str | None = None
     system_prompt: str | None = None  # of rows that have none
+    join_labelled: bool = False  # rows of one answer and a label become pairs, where a prompt has both labels
     max_samples: int | None = None  # rows read of each file; None reads all
     # these two never change the pairs, so a store's fingerprint does not include them
     num_processes: int = 1

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.groups import DataParallelGroup, Group
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ParallelDims:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(getattr(self, axis) for axis in AXES)
+        return tuple(getattr(self, mesh_dim) for mesh_dim in MESH_DIMS)
 
     @property
     def num_processes(self) -> int:
@@ -63,7 +63,7 @@ class Mesh:
     @classmethod
     def create(cls, dims: ParallelDims, device: torch.device) -> Mesh:
         """Create the process groups of every dimension; a collective call."""
-        mesh = init_device_mesh(device.type, dims.sizes, mesh_dim_names=AXES)
+        mesh = init_device_mesh(device.type, dims.sizes, mesh_dim_names=MESH_DIMS)
         mesh["dp_replicate", "dp_shard"]._flatten("data")
         mesh["dp_shard", "cp"]._flatten("shard")
         mesh["pp", "dp_replicate", "dp_shard"]._flatten("metrics")
@@ -79,12 +79,12 @@ class Mesh:
             all_ranks=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
             needs_lockstep=self.dims.fsdp_size > 1,
             reduces_gradients=self.dims.fsdp_size == 1,
-            is_writer=all(self.group(axis).rank == 0 for axis in ("pp", "cp", "tp")),
-            adds_metrics=all(self.group(axis).rank == 0 for axis in ("cp", "tp")),
+            is_writer=all(self.group(mesh_dim).rank == 0 for mesh_dim in ("pp", "cp", "tp")),
+            adds_metrics=all(self.group(mesh_dim).rank == 0 for mesh_dim in ("cp", "tp")),
         )
 
-    def group(self, axis: str) -> Group:
-        mesh = self.device_mesh[axis]
+    def group(self, mesh_dim: str) -> Group:
+        mesh = self.device_mesh[mesh_dim]
         return Group(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
     def context_parallel(self) -> ContextParallel | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.nonfinite import ScoredPairs
@@ -25,7 +25,7 @@ from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import (
     NO_STATISTICS,
-    ChosenRejectedLogps,
+    ExampleLogps,
     ObjectiveInputs,
     TokenStatistics,
     concat_pairs,
@@ -34,8 +34,8 @@ from thresher.losses.pairs import (
 from thresher.observability.heartbeat import report_progress
 
 StopRequested = Callable[[], bool]
-Score = Callable[[PairBatch], ChosenRejectedLogps]
-LossFn = Callable[[int, ChosenRejectedLogps], Tensor]
+Score = Callable[[ExampleBatch], ExampleLogps]
+LossFn = Callable[[int, ExampleLogps], Tensor]
 
 # A stop request ends a step between two micro-batches if the step has lasted this long; a faster one is finished.
 SECONDS_BEFORE_DISCARD = 5.0
@@ -53,8 +53,8 @@ class StepDiscarded(Exception):  # noqa: N818  # control flow, not an error
 class MicroBatch:
     """Pairs with their reference logps; reference is None for losses without one."""
 
-    pairs: PairBatch
-    reference: ChosenRejectedLogps | None
+    pairs: ExampleBatch
+    reference: ExampleLogps | None
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class TokenCounts:
 class MicroBatchExecutor(Protocol):
     """Runs a step's micro-batches through the model, sequentially or with a pipeline schedule."""
 
-    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+    def score(self, batch: ExampleBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps:
         """Score without gradient; every process of a data-parallel rank returns the logps."""
 
     def backward(
         self,
-        batches: Sequence[PairBatch],
+        batches: Sequence[ExampleBatch],
         loss_fn: LossFn,
         *,
         statistics: TokenStatistics,
@@ -95,17 +95,8 @@ class MicroBatchExecutor(Protocol):
         call loss_fn and count tokens.
         """
 
-    def check_logps(self, batch: PairBatch) -> None:
+    def check_logps(self, batch: ExampleBatch) -> None:
         """Compare the logps with the model's original forward; raise LayoutError or UserError if they differ."""
-
-
-@dataclass(frozen=True)
-class LocalStepResult:
-    """One process's contribution to a step, excluding gradients; scored_pairs serves to locate non-finite pairs."""
-
-    metrics: Metrics
-    tokens: TokenCounts
-    scored_pairs: Sequence[ScoredPairs]
 
 
 def accumulate_gradients(
@@ -116,8 +107,10 @@ def accumulate_gradients(
     dp_group: DataParallelGroup,
     loss_scale: float | None = None,
     stop_requested: StopRequested = never,
-) -> LocalStepResult:
+) -> tuple[Metrics, TokenCounts, list[ScoredPairs]]:
     """Add this rank's term of the step's gradient, times loss_scale, to `.grad` of the parameters.
+
+    Return this process's metrics and tokens, and what non-finite pairs are located in.
 
     A rank without pairs in the step has no micro-batches, or empty ones if the ranks run in lockstep (FSDP).
     Raises StepDiscarded if a stop is requested while a slow step runs; the gradients are then incomplete.
@@ -130,7 +123,7 @@ def accumulate_gradients(
     metrics: list[Metrics] = []
     scored_pairs: list[ScoredPairs] = []
 
-    def loss_fn(index: int, policy: ChosenRejectedLogps) -> Tensor:
+    def loss_fn(index: int, policy: ExampleLogps) -> Tensor:
         inputs = objective_inputs(micro_batches[index], policy)
         output = objective(inputs)
         metrics.append(output.metrics)
@@ -142,7 +135,7 @@ def accumulate_gradients(
     batches = [micro.pairs for micro in micro_batches]
     tokens, of_model = executor.backward(batches, loss_fn, statistics=objective.statistics, loss_scale=loss_scale)
     local = merge_metrics(metrics) or empty_metrics(objective)
-    return LocalStepResult(local | of_model, tokens, scored_pairs)
+    return local | of_model, tokens, scored_pairs
 
 
 def _accumulate_coupled(
@@ -153,7 +146,7 @@ def _accumulate_coupled(
     dp_group: DataParallelGroup,
     loss_scale: float | None,
     stop_requested: StopRequested,
-) -> LocalStepResult:
+) -> tuple[Metrics, TokenCounts, list[ScoredPairs]]:
     """Gradient of a loss that couples all pairs of a step, by the chain rule in two passes.
 
     1. Score every pair without gradient, all-gather the logps, and differentiate the loss with respect to them.
@@ -170,21 +163,26 @@ def _accumulate_coupled(
             finished.scored()
     by_rank = dp_group.all_gather_pairs(concat_pairs(local or [_empty_inputs(objective)]))
     policy = by_rank[dp_group.rank].policy
-    leaves = [side.values.detach().requires_grad_() for side in (policy.chosen, policy.rejected)]
-    policy = ChosenRejectedLogps(replace(policy.chosen, values=leaves[0]), replace(policy.rejected, values=leaves[1]))
+    leaves = [side.values.detach().requires_grad_() for side in policy.sides]
+    sides = zip(policy.sides, leaves, strict=True)
+    policy = ExampleLogps(tuple(replace(side, values=values) for side, values in sides))
     own = by_rank[dp_group.rank] = replace(by_rank[dp_group.rank], policy=policy)
     output = objective(concat_pairs(by_rank))
     loss = _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
-    chosen_grad, rejected_grad = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    chosen_grads = chosen_grad.split([inputs.policy.chosen.values.numel() for inputs in local])
-    rejected_grads = rejected_grad.split([inputs.policy.rejected.values.numel() for inputs in local])
+    # mismatched responses have no gradient
+    num_sides = 1 if objective.reads_mismatched else len(leaves)
+    gradients = torch.autograd.grad(loss, leaves[:num_sides], materialize_grads=True)
+    # by side, and of each side by micro-batch
+    parts = [
+        gradient.split([inputs.policy.side(number).values.numel() for inputs in local])
+        for number, gradient in enumerate(gradients)
+    ]
 
-    def loss_fn(index: int, policy: ChosenRejectedLogps) -> Tensor:
+    def loss_fn(index: int, policy: ExampleLogps) -> Tensor:
         finished.scored(is_last=index == len(micro_batches) - 1)
-        weighted = [policy.chosen.values * chosen_grads[index], policy.rejected.values * rejected_grads[index]]
-        return torch.cat(weighted).sum()
+        return torch.cat([side.values * part[index] for side, part in zip(policy.sides, parts, strict=False)]).sum()
 
-    batches = [micro.pairs for micro in micro_batches]
+    batches = [micro.pairs.with_sides(num_sides) for micro in micro_batches]
     # the derivative from pass 1 already contains all that the loss needs besides the logps
     tokens, of_model = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])
@@ -192,8 +190,7 @@ def _accumulate_coupled(
     per_pair = output.per_pair.detach()[start : start + own.num_pairs]
     scored = ScoredPairs(pair_ids, own.policy.detach(), own.reference, per_pair)
     # every rank and pipeline stage has the metrics of the whole step, and they are summed over both later
-    local_metrics = dp_group.metrics_group.only_on_rank0(output.metrics) | of_model
-    return LocalStepResult(local_metrics, tokens, [scored])
+    return dp_group.metrics_group.only_on_rank0(output.metrics) | of_model, tokens, [scored]
 
 
 class _MicroBatchClock:
@@ -251,17 +248,19 @@ class Evaluation:
         return dp_group.all_reduce_metrics(metrics)[0]
 
 
-def objective_inputs(micro: MicroBatch, policy: ChosenRejectedLogps) -> ObjectiveInputs:
-    """Policy and reference logps of a micro-batch, with the weights and margins of its pairs."""
+def objective_inputs(micro: MicroBatch, policy: ExampleLogps) -> ObjectiveInputs:
+    """Policy and reference logps of a micro-batch, with the columns of its examples."""
+    values, device = micro.pairs.values, policy.chosen.values.device
     return ObjectiveInputs(
         policy=policy,
         reference=micro.reference,
         weight=_column([pair.weight for pair in micro.pairs.pairs], 1.0, policy),
         margin=_column([pair.margin for pair in micro.pairs.pairs], 0.0, policy),
+        values=None if values is None else copy_to_device(torch.from_numpy(values), device),
     )
 
 
-def _column(values: list[float], neutral: float, policy: ChosenRejectedLogps) -> Tensor | None:
+def _column(values: list[float], neutral: float, policy: ExampleLogps) -> Tensor | None:
     """None if every value is neutral: a loss without support for the column rejects only one that has an effect."""
     if all(value == neutral for value in values):
         return None

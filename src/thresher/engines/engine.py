@@ -23,10 +23,9 @@ from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.save import Write
 from thresher.checkpoint.tensor_files import Shard
 from thresher.config.roles import TrainingArgs
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.engines.accumulate import (
-    LocalStepResult,
     MicroBatch,
     MicroBatchExecutor,
     StepDiscarded,
@@ -35,11 +34,11 @@ from thresher.engines.accumulate import (
     accumulate_gradients,
     never,
 )
-from thresher.engines.nonfinite import LossScale, NonFiniteStep, find_nonfinite_pairs, nonfinite_reason
+from thresher.engines.nonfinite import LossScale, NonFiniteStep, ScoredPairs, find_nonfinite_pairs, nonfinite_reason
 from thresher.engines.policy_files import LOSS_SCALE, OPTIMIZER, write_policy
 from thresher.losses.metrics import MetricSum
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
+from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class StepOutcome:
 class Scorer(Protocol):
     """A model that scores pairs without gradient."""
 
-    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps: ...
+    def score(self, batch: ExampleBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps: ...
 
 
 class TrainedParameters(Protocol):
@@ -128,7 +127,7 @@ class Engine:
     hidden_size: int
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+    def score(self, batch: ExampleBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps:
         """Score a micro-batch in eval mode, then restore the model's mode."""
         was_training = self.model.training
         self.model.eval()
@@ -138,7 +137,7 @@ class Engine:
             self.model.train(was_training)
             _reshard(self.model)
 
-    def check_logps(self, batch: PairBatch) -> None:
+    def check_logps(self, batch: ExampleBatch) -> None:
         self.executor.check_logps(batch)
         _reshard(self.model)
 
@@ -185,7 +184,7 @@ class TrainEngine(Engine):
         """
         parameters, training, dp_group = self.parameters, self.training, self.dp_group
         try:
-            local = self.accumulate(micro_batches, objective, num_pairs_in_step, stop_requested)
+            local, local_tokens, scored = self.accumulate(micro_batches, objective, num_pairs_in_step, stop_requested)
         except StepDiscarded:
             parameters.zero_grad()
             raise
@@ -193,18 +192,16 @@ class TrainEngine(Engine):
         zeros = parameters.count_zeros() if training.log_num_zeros_in_grad else 0.0
         if self.scaler is not None:
             parameters.scale(1.0 / self.scaler.value)
-        own: list[Tensor | float] = [
-            number for metric in local.metrics.values() for number in (metric.sum, metric.count)
-        ]
-        own += astuple(local.tokens)
+        own: list[Tensor | float] = [number for metric in local.values() for number in (metric.sum, metric.count)]
+        own += astuple(local_tokens)
         if not dp_group.adds_metrics:
             own = [0.0] * len(own)
         # the sums are equal on every process, so all make the same decision to skip the step
         square, num_zeros, stops, *sums = dp_group.world.sum_numbers(
             [parameters.squared_norm(), zeros, float(stop_requested()), *own], self.device
         )
-        grad_norm, num_metrics = math.sqrt(square), len(local.metrics)
-        metrics = {name: MetricSum(*sums[2 * at : 2 * at + 2]) for at, name in enumerate(local.metrics)}
+        grad_norm, num_metrics = math.sqrt(square), len(local)
+        metrics = {name: MetricSum(*sums[2 * at : 2 * at + 2]) for at, name in enumerate(local)}
         if training.log_num_zeros_in_grad:
             metrics["num_zeros_in_grad"] = MetricSum(num_zeros, 1.0)
         if training.max_grad_norm and grad_norm > training.max_grad_norm:
@@ -220,7 +217,7 @@ class TrainEngine(Engine):
         else:
             nonfinite = NonFiniteStep(reason, {}, self.loss_scale)
             if nonfinite.is_failure:  # an fp16 overflow is not caused by a single pair
-                pairs = find_nonfinite_pairs(local.scored_pairs, dp_group, couples_pairs=objective.couples_pairs)
+                pairs = find_nonfinite_pairs(scored, dp_group, couples_pairs=objective.couples_pairs)
                 nonfinite = replace(nonfinite, pairs=pairs)
         parameters.zero_grad()
         tokens = TokenCounts(*map(int, sums[2 * num_metrics :]))
@@ -232,7 +229,7 @@ class TrainEngine(Engine):
         objective: Objective,
         num_pairs_in_step: int,
         stop_requested: StopRequested = never,
-    ) -> LocalStepResult:
+    ) -> tuple[Metrics, TokenCounts, list[ScoredPairs]]:
         """Add this rank's term of the step's gradient, times the loss scale, to the parameters; not yet reduced."""
         return accumulate_gradients(
             self.executor, micro_batches, objective, num_pairs_in_step, self.dp_group, self.loss_scale, stop_requested
@@ -243,7 +240,7 @@ class TrainEngine(Engine):
         """The next step's loss scale in fp16; None in other precisions."""
         return None if self.scaler is None else self.scaler.value
 
-    def score_base(self, batch: PairBatch) -> ChosenRejectedLogps:
+    def score_base(self, batch: ExampleBatch) -> ExampleLogps:
         """Score with the adapter disabled."""
         with self.adapter_disabled():
             return self.score(batch)

@@ -20,7 +20,7 @@ from torch import Tensor
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.plan import PairIds
 from thresher.distributed.groups import DataParallelGroup, Metrics
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ExampleLogps
 
 NonFiniteSource = Literal["policy logps", "reference logps", "loss"]
 Reason = Literal["loss", "gradient", "overflow"]
@@ -34,8 +34,8 @@ class ScoredPairs:
     """Logps and losses of some pairs, detached from the autograd graph."""
 
     pair_ids: PairIds
-    policy: ChosenRejectedLogps
-    reference: ChosenRejectedLogps | None
+    policy: ExampleLogps
+    reference: ExampleLogps | None
     per_pair: Tensor
 
     def nonfinite(self) -> dict[int, NonFiniteSource]:
@@ -127,5 +127,5 @@ def find_nonfinite_pairs(
     return with_bad_logps if couples_pairs and with_bad_logps else found
 
 
-def _is_nonfinite(sides: ChosenRejectedLogps) -> Tensor:
-    return ~(sides.chosen.sums().isfinite() & sides.rejected.sums().isfinite())
+def _is_nonfinite(logps: ExampleLogps) -> Tensor:
+    return ~torch.stack([side.sums().isfinite() for side in logps.sides]).all(0)

@@ -23,10 +23,12 @@ def _is_lora(run: Translation) -> bool:
 
 
 def _set_method(value: Any, run: Translation) -> None:
-    if value in ("dpo", "ipo", "simpo", "orpo"):
+    if value in ("dpo", "ipo", "simpo", "orpo", "kto"):
         run.set("pref_loss", "sigmoid" if value == "dpo" else value)
+        if value == "kto":
+            run.differs(r.KTO)
     else:
-        run.lacks(r.KTO if value == "kto" else r.OTHER_METHOD)
+        run.lacks(r.OTHER_METHOD)
 
 
 def _set_datasets(target: str) -> r.Function:
@@ -115,14 +117,6 @@ def _set_wandb_project(value: Any, run: Translation) -> None:
         run.set("track_with", [*(run.value("track_with") or ["console"]), "wandb"])
 
 
-def _set_cpo_alpha(value: Any, run: Translation) -> None:
-    if "simpo" not in run.losses:
-        run.ignore("only with rl: simpo")
-    else:
-        run.set("rpo_alpha", value)
-        run.differs("the NLL term of CPO-SimPO; TRL averages over the tokens of the batch, here per pair")
-
-
 def _set_precision(value: Any, run: Translation) -> None:
     """axolotl loads the weights in the dtype that it computes in."""
     huggingface.set_bf16(value, run)
@@ -139,13 +133,15 @@ def _set_float16(value: Any, run: Translation) -> None:
 
 _OWN: r.Table = {
     "base_model": r.to("pretrain"),
-    "rl": r.by(_set_method, "pref_loss", note="dpo, ipo, simpo and orpo; kto and others have no equivalent"),
+    "rl": r.by(_set_method, "pref_loss", note="dpo, ipo, simpo, orpo and kto; others have no equivalent"),
+    "kto_desirable_weight": r.if_loss("desirable_weight", "kto"),
+    "kto_undesirable_weight": r.if_loss("undesirable_weight", "kto"),
     "dpo_loss_type": r.losses("dpo_loss_weights", "dpo_label_smoothing"),
     "dpo_loss_weights": r.part_of("dpo_loss_type", "pref_loss"),
     **dict.fromkeys(("rl_beta", "dpo_beta", "trl.beta"), r.to("beta")),
     "orpo_alpha": r.if_loss("beta", "orpo"),
     "simpo_gamma": r.if_loss("gamma", "simpo"),
-    "cpo_alpha": r.by(_set_cpo_alpha, "rpo_alpha", off="off"),
+    "cpo_alpha": r.CPO_ALPHA,
     "rpo_alpha": r.switch("rpo_alpha"),
     "dpo_label_smoothing": r.LABEL_SMOOTHING,
     "dpo_use_weighting": r.to("use_wpo"),
@@ -193,9 +189,9 @@ _OWN: r.Table = {
     "revision_of_model": r.to(f"{MODEL}revision", neutral=("main",)),
     "special_tokens": r.by(_set_special_tokens, f"{MODEL}pad_token"),
     "tokenizer_config": r.tokenizer("base_model"),
-    "tensor_parallel_size": r.axis("tp_size"),
-    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"), r.axis("cp_size")),
-    "dp_replicate_size": r.axis("dp_replicate"),
+    "tensor_parallel_size": r.size("tp_size"),
+    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"), r.size("cp_size")),
+    "dp_replicate_size": r.size("dp_replicate"),
     **{f"use_{name}": r.track(name) for name in huggingface.TRACKERS},
     "wandb_project": r.by(_set_wandb_project, "tracker_kwargs.wandb_project", "track_with"),
     **r.kept("tracker_kwargs.", "wandb_entity mlflow_tracking_uri"),
@@ -243,7 +239,7 @@ eval_table_size experimental_skip_move_to_device experts_implementation flash_at
 flex_attn_compile_kwargs fp32_norm* fp8_* freeze_mm_modules fsdp_final_state_dict_type fsdp_version fused_attn_kernel
 gc_collect_steps gc_steps gemma4_hybrid_attn_impl generate_samples generation_* gpu_memory_limit gradio_*
 heads_k_stride hf_mlflow_log_artifacts hf_use_auth_token include_tkps is_*_derived_model is_preprocess jagged_restart_*
-kto_desirable_weight kto_undesirable_weight large_head_attention layer_offloading liger_* lisa_*
+large_head_attention layer_offloading liger_* lisa_*
 llama4_linearized_experts lora_*_kernel lora_fan_in_fan_out lora_on_cpu loraplus_lr_embedding low_cpu_mem_usage
 max_memory max_packed_sequence_len max_prompt_len mean_resizing_embeddings merge_* mlflow_experiment_name
 mlflow_run_name model_quantization_config_kwargs model_type multipack_* num_dataset_shards_to_save

@@ -9,7 +9,7 @@ from typing import Any
 
 from thresher.importers import rules as r
 from thresher.importers.engines import has_reference_model
-from thresher.importers.translation import AXES, DATA, EVAL_FILES, FILES, MODEL, TRAINING, Translation
+from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, FILES, MODEL, TRAINING, Translation
 
 _DEFAULT_SIMPO_GAMMA = 1.4
 _LORA_ALPHA = 32
@@ -23,7 +23,7 @@ _WITH_MORE_WORKERS = {
     "gemini_auto": "",
 }
 # modes of sequence parallelism with their own workers; the others use the workers of tp
-_SEQUENCE_AXES = ("all_to_all", "ring_attn")
+_SEQUENCE_MODES = ("all_to_all", "ring_attn")
 
 
 def _set_loss(value: Any, run: Translation) -> None:
@@ -98,11 +98,11 @@ def _set_plugin(value: Any, run: Translation) -> None:
     elif run.num_devices == 1:
         run.drop(f"one worker holds the whole model; numbers do not change{_WITH_MORE_WORKERS[value]}")
     elif value == "ddp":
-        run.set(f"{AXES}dp_replicate", run.num_devices)
+        run.set(f"{ENGINE}dp_replicate", run.num_devices)
     else:
-        run.set(f"{AXES}zero_stage", 2 if value in ("zero2", "zero2_cpu") else 3)
+        run.set(f"{ENGINE}zero_stage", 2 if value in ("zero2", "zero2_cpu") else 3)
         if value == "zero2_cpu":
-            run.set(f"{AXES}cpu_offload", True)
+            run.set(f"{ENGINE}cpu_offload", True)
         if value == "gemini_auto":
             run.note("Gemini moves weights to host memory when a device is full; cpu_offload keeps them there")
         if value in ("gemini", "gemini_auto") and has_reference_model(run):
@@ -116,32 +116,32 @@ def _set_zero_of_3d(stage: int, run: Translation) -> None:
     if shards <= 1:
         run.drop("no two workers shard the model; numbers do not change")
     elif stage:
-        run.set(f"{AXES}zero_stage", stage)
+        run.set(f"{ENGINE}zero_stage", stage)
     elif replicas > 1:
-        run.set(f"{AXES}dp_replicate", replicas)
+        run.set(f"{ENGINE}dp_replicate", replicas)
     else:
         run.ignore("one replica")
 
 
 def _context_size(run: Translation) -> int:
     """Workers that split a sequence besides the workers of tp, which `split_gather` and `ring` use."""
-    return int(run.get("sp", 1)) if run.get("sp_mode", "split_gather") in _SEQUENCE_AXES else 1
+    return int(run.get("sp", 1)) if run.get("sp_mode", "split_gather") in _SEQUENCE_MODES else 1
 
 
-def _set_sequence_axis(value: Any, run: Translation) -> None:
-    if value != 1 and run.get("sp_mode", "split_gather") not in _SEQUENCE_AXES:
+def _set_sequence_size(value: Any, run: Translation) -> None:
+    if value != 1 and run.get("sp_mode", "split_gather") not in _SEQUENCE_MODES:
         run.drop("splits activations over the workers of tp; numbers do not change")
     else:
-        r.set_axis(value, run, "cp_size")
+        r.set_size(value, run, "cp_size")
 
 
 def _set_offload(_: Any, run: Translation) -> None:
     if not run.get("zero_stage"):
         run.ignore("ColossalChat offloads with zero_stage 1 and 2 only")
-    elif run.value(f"{AXES}zero_stage") is None:
+    elif run.value(f"{ENGINE}zero_stage") is None:
         run.drop("no two workers shard the model; numbers do not change")
     else:
-        run.set(f"{AXES}cpu_offload", True)
+        run.set(f"{ENGINE}cpu_offload", True)
 
 
 def _set_reference_axis(value: Any, run: Translation) -> None:
@@ -184,14 +184,14 @@ TABLE: r.Table = {
     "use_wandb": r.converted("track_with", lambda value: ["console", "tensorboard", *(["wandb"] if value else [])]),
     "plugin": r.by(
         _set_plugin,
-        *(f"{AXES}{name}" for name in ("zero_stage", "dp_replicate", "cpu_offload")),
-        note="by plugin, see docs/migrate/from-roll.md",
+        *(f"{ENGINE}{name}" for name in ("zero_stage", "dp_replicate", "cpu_offload")),
+        note="see [From ROLL or ColossalChat](../../migrate/from-roll.md)",
     ),
-    "zero_stage": r.part_of("plugin", f"{AXES}zero_stage"),
-    "zero_cpu_offload": r.by(_set_offload, f"{AXES}cpu_offload", off="off"),
-    "tp": r.axis("tp_size"),
-    "pp": r.axis("pp_size"),
-    "sp": r.by(_set_sequence_axis, f"{AXES}cp_size", note="with sp_mode all_to_all or ring_attn"),
+    "zero_stage": r.part_of("plugin", f"{ENGINE}zero_stage"),
+    "zero_cpu_offload": r.by(_set_offload, f"{ENGINE}cpu_offload", off="off"),
+    "tp": r.size("tp_size"),
+    "pp": r.size("pp_size"),
+    "sp": r.by(_set_sequence_size, f"{ENGINE}cp_size", note="with sp_mode all_to_all or ring_attn"),
     "ref_tp": r.by(_set_reference_axis, "reference.strategy_args.strategy_config.tp_size"),
 }
 NEUTRAL = "config_file enable_sequence_parallelism microbatch_size model_type sp_mode"

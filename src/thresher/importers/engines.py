@@ -11,7 +11,7 @@ from typing import Any
 
 from thresher.config.strategies import StrategyDeclaration, find_strategy
 from thresher.importers.rules import by
-from thresher.importers.translation import AXES, MODEL, STRATEGY, Rule, Translation
+from thresher.importers.translation import ENGINE, MODEL, STRATEGY, Rule, Translation
 
 _REFERENCE = "reference.strategy_args."
 # names of DeepSpeed files and presets: zero3, ds_z2_offload_config.json, zero3_bf16_cpuoffload_params.json
@@ -47,7 +47,7 @@ def megatron(name: str, *neutral: Any) -> Rule:
         else:
             set_megatron(run, {name: value})
 
-    return by(function, AXES.removesuffix("."))
+    return by(function, ENGINE.removesuffix("."))
 
 
 def use_megatron(run: Translation) -> None:
@@ -60,7 +60,7 @@ def use_megatron(run: Translation) -> None:
 def set_megatron(run: Translation, settings: Mapping[str, Any]) -> None:
     """Set the settings of the policy, and the sizes of a reference on Megatron-Core."""
     for name, value in settings.items():
-        run.set(f"{AXES}{name}", value)
+        run.set(f"{ENGINE}{name}", value)
         if name in MEGATRON_SIZES and run.value(f"{_REFERENCE}strategy_name") == "megatron_infer":
             run.set(f"{_REFERENCE}strategy_config.{name}", value)
 
@@ -76,7 +76,7 @@ def _read_and_set_deepspeed(value: Any, run: Translation) -> None:
 
 # an object, a file, or the name of one
 DEEPSPEED = by(
-    _read_and_set_deepspeed, f"{STRATEGY}strategy_name", AXES.removesuffix("."), note="ZeRO stage and offloading"
+    _read_and_set_deepspeed, f"{STRATEGY}strategy_name", ENGINE.removesuffix("."), note="ZeRO stage and offloading"
 )
 
 
@@ -84,7 +84,7 @@ def set_deepspeed(run: Translation, settings: Mapping[str, Any]) -> None:
     """Choose DeepSpeed with these settings; ZeRO-3 also shards the reference."""
     run.set(f"{STRATEGY}strategy_name", "deepspeed_train")
     for name, value in settings.items():
-        run.set(f"{AXES}{name}", value)
+        run.set(f"{ENGINE}{name}", value)
     if settings.get("zero_stage") == 3 and run.has_several_devices and has_reference_model(run):
         run.set(f"{_REFERENCE}strategy_name", "deepspeed_infer")
 

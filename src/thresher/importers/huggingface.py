@@ -178,7 +178,7 @@ TABLE: r.Table = {
         "adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_ratio gradient_checkpointing torch_compile",
     ),
     **r.kept("", "num_train_epochs seed output_dir logging_dir eval_on_start save_total_limit"),
-    "max_steps": r.by(set_max_steps, "max_steps", note="takes precedence over epochs, as there"),
+    "max_steps": r.by(set_max_steps, "max_steps", note="takes precedence over epochs"),
     "lr_scheduler_type": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "lr_scheduler_kwargs": r.by(set_schedule_arguments, f"{TRAINING}min_lr_ratio", f"{TRAINING}lr_power"),
     "warmup_steps": r.by(set_warmup_steps, f"{TRAINING}warmup_steps", f"{TRAINING}warmup_ratio"),
@@ -200,7 +200,7 @@ TABLE: r.Table = {
     "resume_from_checkpoint": r.by(set_resume, "resume_from_checkpoint"),
     "dataset_num_proc": r.to(f"{DATA}preprocessing_num_workers"),
     "deepspeed": DEEPSPEED,
-    "fsdp": Rule(note="FSDP2 shards the model over the workers of device_mapping; numbers do not change"),
+    "fsdp": Rule(note="FSDP2 shards the model over the workers of device_mapping"),
     "fsdp_config": r.part_of("fsdp", "actor_train.device_mapping"),
     "neftune_noise_alpha": r.lacks("noise on embeddings is not supported"),
     "train_sampling_strategy": r.lacks(r.SHUFFLED, "random"),
@@ -208,11 +208,11 @@ TABLE: r.Table = {
     **r.lack("AdamW is the only optimizer, with betas, epsilon and weight decay", "optim_target_modules optim_args"),
     **r.drop("an incomplete last batch is trained on", "dataloader_drop_last"),
     "push_to_hub": Rule(
-        note="a run uploads nothing; DPOTrainer.push_to_hub does in Python, and `thresher export` writes a directory"
+        note="a run uploads nothing; `thresher export` writes the model, and DPOTrainer.push_to_hub uploads it"
     ),
     **r.drop("the best checkpoint is kept; `thresher export --best` writes it", "load_best_model_at_end"),
-    **r.drop("a run resumes in its output_dir; resume_from_checkpoint: false starts again", "overwrite_output_dir"),
-    **r.drop("batches are packed by tokens; set max_tokens_per_micro_batch if memory runs out", "auto_find_batch_size"),
+    **r.drop("a run resumes in its output_dir; set a different one to start again", "overwrite_output_dir"),
+    **r.drop("set max_tokens_per_micro_batch if memory runs out", "auto_find_batch_size"),
 }
 # memory, data loading, communication, logs and evaluation
 NEUTRAL = """

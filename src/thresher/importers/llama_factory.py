@@ -1,4 +1,4 @@
-"""LLaMA-Factory (`stage: dpo`)."""
+"""LLaMA-Factory (`stage: dpo` and `kto`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def _is_lora(run: Translation) -> bool:
 def _set_stage(value: Any, run: Translation) -> None:
     if value == "dpo":
         run.ignore("preference training")
+    elif value == "kto":
+        run.set("pref_loss", "kto")
+        run.differs(r.KTO)
     else:
-        run.lacks(r.KTO if value == "kto" else r.OTHER_METHOD)
+        run.lacks(r.OTHER_METHOD)
 
 
 def _set_dataset(target: str) -> r.Function:
@@ -68,7 +71,9 @@ def _set_pissa(_: Any, run: Translation) -> None:
 
 
 _OWN: r.Table = {
-    "stage": r.by(_set_stage, note="dpo; kto and the other stages have no equivalent"),
+    "stage": r.by(_set_stage, "pref_loss", note="dpo and kto; the other stages have no equivalent"),
+    "kto_chosen_weight": r.if_loss("desirable_weight", "kto"),
+    "kto_rejected_weight": r.if_loss("undesirable_weight", "kto"),
     "model_name_or_path": r.to("pretrain"),
     "pref_loss": r.choice("pref_loss", {name: name for name in _LOSSES}, lacks="there is no loss {}"),
     "pref_beta": r.to("beta"),
@@ -127,7 +132,7 @@ create_new_adapter crop_to_patches data_shared_file_system device_map double_qua
 enable_liger_kernel enable_torch_profiler eval_num_beams eval_on_each_dataset export_* fp8_* freeze_extra_modules
 freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower galore_* hf_hub_token
 hyper_parallel_* ignore_pad_token_for_loss image_* include_effective_tokens_per_second infer_backend infer_dtype
-init_special_tokens kt_* kto_chosen_weight kto_rejected_weight loraplus_lr_embedding low_cpu_mem_usage mask_history
+init_special_tokens kt_* loraplus_lr_embedding low_cpu_mem_usage mask_history
 master_addr master_port media_dir megatron_bridge_args model_max_length module_dropout ms_hub_token neat_packing
 offload_folder oft_* om_hub_token overwrite_cache packing pissa_convert plot_loss ppo_* preprocessing_batch_size
 print_param_status profile_modules profiler_* quantization_device_map quantization_method quantization_type
@@ -140,7 +145,7 @@ use_reentrant_gc use_swanlab use_unsloth use_unsloth_gc use_v1_kernels video_* v
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     lora = {"lora_rank": 8, "lora_target": "all"} if given.get("finetuning_type", "lora") == "lora" else {}
     simpo = {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
-    loss = {"pref_loss": "sigmoid", "pref_beta": 0.1}
+    loss = {"pref_beta": 0.1} if given.get("stage") == "kto" else {"pref_loss": "sigmoid", "pref_beta": 0.1}
     rate = {"learning_rate": 5e-5, "lr_scheduler_type": "linear"}
     memory = {"cutoff_len": 2048, "disable_gradient_checkpointing": False}
     steps = {"num_train_epochs": 3.0, "per_device_train_batch_size": 8, "logging_steps": 500, "save_steps": 500}

@@ -10,7 +10,7 @@ from thresher.config.roles import SCHEDULES
 from thresher.importers import huggingface
 from thresher.importers import rules as r
 from thresher.importers.engines import PARALLEL_SIZES, megatron, set_megatron
-from thresher.importers.translation import AXES, DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
+from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
 
 _MEGATRON_ONLY = {
     "micro_batch_size",
@@ -45,8 +45,11 @@ def _set_method(value: Any, run: Translation) -> None:
         run.set("pref_loss", "simpo" if run.get("loss_type") == "simpo" else value)
     elif value == "dpo":
         run.set("pref_loss", "sigmoid")
+    elif value == "kto":
+        run.set("pref_loss", "kto")
+        run.differs(r.KTO)
     else:
-        run.lacks(r.KTO if value == "kto" else r.OTHER_METHOD)
+        run.lacks(r.OTHER_METHOD)
 
 
 def _set_loss(value: Any, run: Translation) -> None:
@@ -54,10 +57,10 @@ def _set_loss(value: Any, run: Translation) -> None:
 
     if run.get("rlhf_type", "dpo") not in ("cpo", "simpo", "orpo"):
         r.set_losses(value, run, "loss_weights")
-    elif value in loss_names():
+    elif value in loss_names() and value != "alphapo":  # ms-swift has no key for its alpha
         run.use("pref_loss")
     else:
-        run.lacks(f"there is no loss {value} without a reference")
+        run.lacks(f"ms-swift's {value} without a reference has no equivalent")
 
 
 def _set_files(target: str) -> r.Function:
@@ -110,7 +113,9 @@ def _set_decay(value: Any, run: Translation) -> None:
 
 
 _OWN: r.Table = {
-    "rlhf_type": r.by(_set_method, "pref_loss", note="dpo, cpo, simpo and orpo; kto and others have no equivalent"),
+    "rlhf_type": r.by(_set_method, "pref_loss", note="dpo, cpo, simpo, orpo and kto; others have no equivalent"),
+    "desirable_weight": r.if_loss("desirable_weight", "kto"),
+    "undesirable_weight": r.if_loss("undesirable_weight", "kto"),
     "loss_type": r.by(_set_loss, "pref_loss"),
     "loss_weights": r.part_of("loss_type", "pref_loss"),
     "model": r.to("pretrain", "ms-swift reads ModelScope unless use_hf is set, thresher the Hugging Face Hub"),
@@ -157,10 +162,10 @@ _OWN: r.Table = {
     **dict.fromkeys(
         ("router_aux_loss_coef", "moe_aux_loss_coeff"), r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0, 0.0))
     ),
-    **r.drop("the auxiliary loss is that of transformers", "moe_router_load_balancing_type"),
+    **r.drop("the auxiliary loss is transformers' own", "moe_router_load_balancing_type"),
     "rope_scaling": r.lacks("set rope_scaling in the model's config.json"),
     "new_special_tokens": r.lacks(r.VOCABULARY),
-    "sequence_parallel_size": r.axis("cp_size"),
+    "sequence_parallel_size": r.size("cp_size"),
     "optimizer": r.lacks(r.ONE_OPTIMIZER, "adam"),
     "freeze_parameters": r.to(f"{MODEL}freeze_module_prefix"),
     **r.lack(r.FROZEN, {"freeze_llm": None, "freeze_parameters_regex": None, "freeze_parameters_ratio": 0.0}),
@@ -185,7 +190,7 @@ _OWN: r.Table = {
     **{name: megatron(name) for name in ("recompute_method", "recompute_num_layers")},
     "use_distributed_optimizer": megatron("use_distributed_optimizer", True),
     "recompute_granularity": megatron("recompute_granularity", "none"),
-    "recompute_modules": r.by(_set_recomputed_modules, AXES.removesuffix("."), note="with `selective`"),
+    "recompute_modules": r.by(_set_recomputed_modules, ENGINE.removesuffix(".")),
     "moe_token_dispatcher_type": megatron("moe_token_dispatcher_type", "alltoall"),
     **r.kept("tracker_kwargs.", "wandb_project"),
     "wandb_exp_name": r.to("exp_name"),
@@ -212,7 +217,7 @@ aligner_lr apply_rope_fusion async_save attention_backend attention_softmax_in_f
 bnb_4bit_* boft_* bridge_backend cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss
 center_rewards_coefficient check_model cp_* create_checkpoint_symlink cross_entropy_* csa_dense_mode
 custom_dataset_info custom_register_path data_parallel_* data_sharding decoder_*_pipeline_num_layers
-deepspeed_autotp_size desirable_weight device_map disable_auto_column_mapping disable_ignore_empty_think dist_ckpt_*
+deepspeed_autotp_size device_map disable_auto_column_mapping disable_ignore_empty_think dist_ckpt_*
 distrib_optim_* download_mode ds3_gather_for_generation dsa_indexer_use_sparse_loss enable_channel_loss enable_dft_loss
 enable_npu_model_patch eval_dataset eval_dataset_args eval_generation_config eval_iters eval_limit eval_metric
 eval_use_evalscope exp_avg_* expert_tensor_parallel_size experts_impl external_plugins extra_eval_args finetune
@@ -228,7 +233,7 @@ padding_free padding_side perform_initialization pipeline_model_parallel_layout 
 ref_model_type reft_* repetition_penalty resume_only_model safe_serialization save_missing_weights seq_kd
 sequence_packing_scheduler sft_alpha sgd_momentum shuffle_buffer_size stop_words stopping_strategy stream streaming
 strict structured_outputs_regex swanlab_* task_type te_rng_tracker temperature tensorboard_dir tensorboard_queue_size
-top_k top_logprobs top_p tp_comm_overlap tuner_backend undesirable_weight use_cpu_initialization use_flash_ckpt
+top_k top_logprobs top_p tp_comm_overlap tuner_backend use_cpu_initialization use_flash_ckpt
 use_fused_mhc use_hf use_logits_to_keep use_megatron_fsdp use_persistent_ckpt_worker use_precision_aware_optimizer
 use_swift_lora val_dataset_shuffle vera_* vit_* zero_hpz_partition_size
 """

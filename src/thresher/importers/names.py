@@ -31,7 +31,7 @@ TRAINER_OPTIONS: dict[str, Any] = {
 _TRL_LOGGING_STEPS = 10
 # a name that means one thing here and another in TRL
 _AMBIGUOUS = {
-    "dtype": "TRL's is the dtype of the weights, ours that of the computation; set bf16=True, "
+    "dtype": "TRL's is the dtype of the weights, thresher's of the computation; set bf16=True, "
     'torch_dtype="bfloat16" or actor_train={"model_args": {"dtype": "bf16"}}'
 }
 # of equal last parts, the key of the policy: the reference and the validation data follow it unless they are set
@@ -174,7 +174,7 @@ def _own_names(root: type[Section]) -> dict[str, str]:
 
 
 def _translate(foreign: Mapping[str, Any], values: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
-    """Translate names of TRL's; `values` are settings of ours that their meaning may depend on."""
+    """Translate names of TRL's; `values` are thresher's settings that their meaning may depend on."""
     if not foreign:
         return {}
     context = {name: value for name, value in values.items() if TRL.find(name)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from thresher.importers import rules as r
 from thresher.importers.engines import MEGATRON_SIZES, set_megatron, use_megatron
-from thresher.importers.translation import AXES, EVAL_FILES, FILES, MODEL, TRAINING, Rule, Translation
+from thresher.importers.translation import ENGINE, EVAL_FILES, FILES, MODEL, TRAINING, Rule, Translation
 
 _LORA = "policy.dtensor_cfg.lora_cfg"
 # built-in datasets; HelpSteer3 has two answers and a score per row
@@ -15,7 +15,7 @@ _HUB = {
     "Tulu3Preference": "hf://allenai/llama-3.1-tulu-3-8b-preference-mixture",
     "HelpSteer3": "hf://nvidia/HelpSteer3:{split}:preference",
 }
-_AXES = {"tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "dp_replicate_size": "dp_replicate"}
+_SIZES = {"tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "dp_replicate_size": "dp_replicate"}
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -148,7 +148,7 @@ TABLE: r.Table = {
     "policy.max_total_sequence_length": r.to("sequence_length"),
     "policy.precision": r.converted(f"{MODEL}dtype", lambda value: _PRECISIONS.get(value, "fp32")),
     "policy.max_grad_norm": r.to(f"{TRAINING}max_grad_norm"),
-    f"{_LORA}.enabled": r.lora_switch("with `dim`"),
+    f"{_LORA}.enabled": r.lora_switch("read with `dim`"),
     **r.lora_rules(_is_lora, f"{_LORA}.dim", alpha=f"{_LORA}.alpha", dropout=f"{_LORA}.dropout"),
     f"{_LORA}.target_modules": r.only_if(
         lambda run: _is_lora(run) and run.entries[-1].value and not run.get(f"{_LORA}.match_all_linear", True),
@@ -160,8 +160,8 @@ TABLE: r.Table = {
     **r.drop("LoRA's A is drawn by Kaiming's rule, and B is zero", f"{_LORA}.lora_A_init"),
     **r.drop("dropout is applied to the input of LoRA's A", f"{_LORA}.dropout_position"),
     "policy.dtensor_cfg.activation_checkpointing": r.to(f"{TRAINING}gradient_checkpointing"),
-    "policy.dtensor_cfg.cpu_offload": r.to(f"{AXES}cpu_offload"),
-    **{f"policy.dtensor_cfg.{theirs}": r.axis(ours) for theirs, ours in _AXES.items()},
+    "policy.dtensor_cfg.cpu_offload": r.to(f"{ENGINE}cpu_offload"),
+    **{f"policy.dtensor_cfg.{theirs}": r.size(ours) for theirs, ours in _SIZES.items()},
     "policy.optimizer.name": r.by(
         lambda value, run: run.ignore("AdamW") if "AdamW" in str(value) else run.lacks(r.ONE_OPTIMIZER),
         note=r.ONE_OPTIMIZER,
@@ -176,7 +176,7 @@ TABLE: r.Table = {
     "policy.megatron_cfg": r.by(
         _set_megatron,
         f"{TRAINING}learning_rate",
-        AXES.removesuffix("."),
+        ENGINE.removesuffix("."),
         note="optimizer, schedule and parallel sizes, if enabled",
     ),
     "data.train": r.by(_set_data(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),

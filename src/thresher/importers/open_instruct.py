@@ -9,7 +9,7 @@ from thresher.importers import rules as r
 from thresher.importers.engines import set_deepspeed
 from thresher.importers.huggingface import TABLE as HF
 from thresher.importers.huggingface import set_max_steps, set_resume, set_schedule
-from thresher.importers.translation import AXES, DATA, FILES, MODEL, STRATEGY, TRAINING, Rule, Translation
+from thresher.importers.translation import DATA, ENGINE, FILES, MODEL, STRATEGY, TRAINING, Rule, Translation
 
 _LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "simpo": "simpo"}
 
@@ -46,7 +46,7 @@ def _set_zero(value: Any, run: Translation) -> None:
 
 
 def _offload(name: str) -> Rule:
-    return r.by(lambda _, run: run.use(f"{AXES}{name}"), AXES.removesuffix("."), note="read with `zero_stage`")
+    return r.by(lambda _, run: run.use(f"{ENGINE}{name}"), ENGINE.removesuffix("."), note="read with `zero_stage`")
 
 
 def _set_mixer(value: Any, run: Translation) -> None:
@@ -118,14 +118,14 @@ TABLE: r.Table = {
         r.converted(f"{TRAINING}max_grad_norm", lambda value: max(0.0, float(value))),
     ),
     **dict.fromkeys(("num_epochs", "num_train_epochs"), r.to("num_train_epochs")),
-    "max_train_steps": r.by(set_max_steps, "max_steps", note="takes precedence over epochs, as there"),
-    "use_lora": r.lora_switch("with `lora_rank`"),
+    "max_train_steps": r.by(set_max_steps, "max_steps", note="takes precedence over epochs"),
+    "use_lora": r.lora_switch("read with `lora_rank`"),
     "use_qlora": r.lacks(r.QUANTIZED),
     **r.lora_rules(_is_lora, "lora_rank"),
     "use_flash_attn": r.switch(f"{MODEL}attn_implementation", "flash_attention_2"),
     **r.kept(MODEL, "attn_implementation trust_remote_code"),
-    "tensor_parallel_degree": r.axis("tp_size"),
-    "context_parallel_degree": r.axis("cp_size"),
+    "tensor_parallel_degree": r.size("tp_size"),
+    "context_parallel_degree": r.size("cp_size"),
     **r.kept("", "seed exp_name output_dir logging_steps"),
     "checkpointing_steps": r.by(_set_saving, "save_steps", "save_strategy"),
     "keep_last_n_checkpoints": r.by(_set_limit, "save_total_limit"),
@@ -139,7 +139,7 @@ TABLE: r.Table = {
         {"use_8bit_optimizer": False, "optimizer_type": "adamw", "optimizer_kwargs": {}},
     ),
     **r.lack("the model's config cannot be changed", "additional_model_arguments config_name rope_scaling_factor"),
-    "zero_stage": r.by(_set_zero, f"{STRATEGY}strategy_name", AXES.removesuffix(".")),
+    "zero_stage": r.by(_set_zero, f"{STRATEGY}strategy_name", ENGINE.removesuffix(".")),
     **{name: _offload(name) for name in ("offload_optimizer", "offload_param")},
     **r.drop("the default transform tokenizes and cuts, as here", "transform_fn dataset_transform_fn target_columns"),
     **r.drop(

@@ -15,11 +15,11 @@ from thresher.config.section import invalid_config, known_keys, merge_settings
 from thresher.importers import huggingface
 from thresher.importers import rules as r
 from thresher.importers.engines import find_declared
-from thresher.importers.translation import AXES, DATA, EVAL_FILES, MODEL, TRAINING, Dialect, Entry, Rule, Translation
+from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, MODEL, TRAINING, Dialect, Entry, Rule, Translation
 from thresher.redact import redact
 
 _ROLES = ("actor_train.", "reference.")
-_AXES = {
+_SIZES = {
     "tensor_model_parallel_size": "tp_size",
     "pipeline_model_parallel_size": "pp_size",
     "context_parallel_size": "cp_size",
@@ -81,7 +81,7 @@ def _schedule(value: Any, run: Translation) -> Any:
 _OFFLOAD = "use strategy_config.cpu_offload to keep optimizer states on the host"
 READ: r.Table = {
     f"{MODEL}disable_gradient_checkpointing": _moved(f"{TRAINING}gradient_checkpointing", lambda value: not value),
-    f"{MODEL}ulysses_size": _moved(f"{AXES}cp_size"),
+    f"{MODEL}ulysses_size": _moved(f"{ENGINE}cp_size"),
     f"{MODEL}adapter_name_or_path": r.ADAPTER,
     "actor_train.infer_batch_size": r.only_if(
         _is_evaluated, f"{TRAINING}per_device_eval_batch_size", "without validation.data_args"
@@ -190,8 +190,8 @@ def _set_engine(role: str) -> r.Function:
         if value not in _NATIVE and find_declared(value) is not None:
             run.set(f"{role}strategy_args.strategy_name", value)
             return
-        axes = run.get(f"{role}strategy_args.strategy_config") or {}
-        is_sharded = any(key in _AXES and size not in (None, 1) for key, size in axes.items())
+        sizes = run.get(f"{role}strategy_args.strategy_config") or {}
+        is_sharded = any(key in _SIZES and size not in (None, 1) for key, size in sizes.items())
         ours = "fsdp2_train" if role == "actor_train." else "fsdp2_infer" if is_sharded else "hf_infer"
         run.set(f"{role}strategy_args.strategy_name", ours)
         if ours != value:
@@ -218,14 +218,14 @@ def _set_strategy(role: str) -> r.Function:
             _report_left([key for key in given if key not in known], f"{name} has no setting", run)
             return
         target = f"{role}strategy_args.strategy_config."
-        for key in value.keys() & _AXES.keys():
+        for key in value.keys() & _SIZES.keys():
             if value[key] not in (None, 1):
-                run.set(f"{target}{_AXES[key]}", value[key])
+                run.set(f"{target}{_SIZES[key]}", value[key])
         if value.get("reshard_after_forward") is False:
             run.set(f"{target}zero_stage", 2)
         if value.get("offload_policy"):
             run.set(f"{target}cpu_offload", True)
-        read = {*_AXES, "reshard_after_forward", "offload_policy"}
+        read = {*_SIZES, "reshard_after_forward", "offload_policy"}
         _report_left([key for key in value if key not in read], "no equivalent of", run)
 
     return function

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from thresher.importers.translation import AXES, DATA, EVAL_FILES, EVAL_SPLIT, MODEL, Rule, Translation
+from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, EVAL_SPLIT, MODEL, Rule, Translation
 
 Table = dict[str, Rule]
 Function = Callable[[Any, Translation], None]
@@ -20,14 +20,14 @@ TEMPLATES = {
     "qwen3_nothink": "chatml",  # LLaMA-Factory: Qwen3's turns without the block of thoughts
 }
 # reasons why a setting of several trainers has no equivalent
-QUANTIZED = "quantized base weights (QLoRA) are not supported; LoRA on full-precision weights is used"
+QUANTIZED = "quantized base weights (QLoRA) are not supported; full-precision weights are used"
 NAMED_TEMPLATE = "there is no template of this name here; the tokenizer's own template is used"
-MIXED = "datasets cannot be weighted or sampled; every row of every file is used once per epoch"
-REFERENCE_ADAPTER = "the reference cannot have its own adapter; merge it into the reference model first"
+MIXED = "datasets cannot be weighted or sampled; every row is used once per epoch"
+REFERENCE_ADAPTER = "the reference cannot have its own adapter; merge it into the model first"
 DORA = "DoRA is not supported; plain LoRA is used"
 TRAINED_MODULES = "modules besides the LoRA adapters cannot be trained"
-FROZEN = "parameters are frozen by the prefixes of their names only; set freeze_module_prefix"
-KTO = "there is no KTO loss; labelled rows are joined into pairs, and the loss is left to you"
+FROZEN = "parameters are frozen by name prefix only; set freeze_module_prefix"
+KTO = "the reference point is the mean over the whole step, not over each micro-batch"
 OTHER_METHOD = "this is not preference training"
 ONE_OPTIMIZER = "AdamW is the only optimizer"
 ONE_RATE = "all parameters have one learning rate"
@@ -40,7 +40,7 @@ _DATA_SUFFIXES = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".ar
 _TRL_LOSSES = {"aot_pair": "aot", "aot_unpair": "aot_unpaired", "bco": "bco_pair"}
 # the losses of TRL 1.x that read label_smoothing; its sigmoid ignores it, ours does not
 _SMOOTHED = ("aot", "aot_unpaired", "exo_pair", "robust")
-_IN_QUANTILES = "TRL sorts the pairs of a micro-batch, here those of the whole step: equal if a step is one micro-batch"
+_IN_QUANTILES = "TRL sorts a micro-batch's pairs, thresher the whole step's: equal if a step is one micro-batch"
 # losses whose numbers differ from TRL's
 _DIFFERENT = {
     "aot": _IN_QUANTILES,
@@ -238,9 +238,16 @@ def _set_label_smoothing(value: Any, run: Translation) -> None:
         run.ignore("no label smoothing")
 
 
-LABEL_SMOOTHING = by(
-    _set_label_smoothing, "label_smoothing", note="not with sigmoid, where TRL 1.x ignores it and we do not"
-)
+def _set_cpo_alpha(value: Any, run: Translation) -> None:
+    if "simpo" not in run.losses:
+        run.ignore("only with simpo")
+    else:
+        run.set("rpo_alpha", value)
+        run.differs("the NLL term of CPO-SimPO; TRL averages over the tokens of the batch, here per pair")
+
+
+CPO_ALPHA = by(_set_cpo_alpha, "rpo_alpha", off="off")
+LABEL_SMOOTHING = by(_set_label_smoothing, "label_smoothing", note="not with sigmoid, where TRL 1.x ignores it")
 
 
 def lora_rules(
@@ -337,7 +344,7 @@ def template(*neutral: str) -> Rule:
         else:
             run.lacks(NAMED_TEMPLATE)
 
-    return by(function, f"{DATA}template", note=f"{', '.join(TEMPLATES)}")
+    return by(function, f"{DATA}template", note="a family that `template` knows")
 
 
 def template_argument(name: str | None = None) -> Rule:
@@ -364,16 +371,16 @@ def track(name: str) -> Rule:
     return by(function, "track_with", off="off")
 
 
-def axis(name: str) -> Rule:
+def size(name: str) -> Rule:
     """Set a parallel size, if the config says on how many devices it runs."""
-    return by(lambda value, run: set_axis(value, run, name), f"{AXES}{name}")
+    return by(lambda value, run: set_size(value, run, name), f"{ENGINE}{name}")
 
 
-def set_axis(value: Any, run: Translation, name: str) -> None:
+def set_size(value: Any, run: Translation, name: str) -> None:
     """Set a parallel size; one worker has no effect."""
     if value in (None, 1, -1):
         run.ignore("one worker")
     elif run.has_several_devices:
-        run.set(f"{AXES}{name}", int(value))
+        run.set(f"{ENGINE}{name}", int(value))
     else:
         run.drop(f"does not change the numbers; set strategy_config.{name} together with device_mapping")

@@ -16,7 +16,7 @@ MODEL = "actor_train.model_args."
 TRAINING = "actor_train.training_args."
 DATA = "actor_train.data_args."
 STRATEGY = "actor_train.strategy_args."
-AXES = f"{STRATEGY}strategy_config."
+ENGINE = f"{STRATEGY}strategy_config."
 FILES = f"{DATA}file_name"
 EVAL_FILES = "validation.data_args.file_name"
 EVAL_SPLIT = "validation.split"
@@ -123,7 +123,7 @@ class Translation:
         self.use(target)
 
     def use(self, target: str) -> None:
-        """Record that the current key is expressed by one of ours."""
+        """Record that the current key is expressed by one of thresher's."""
         entry = self.entries[-1]
         if target not in entry.targets:
             entry.targets.append(target)

@@ -75,6 +75,15 @@ def _set_template(value: Any, run: Translation) -> None:
         run.lacks("write the template to a file and set data_args.template to its path")
 
 
+def _set_alpha(value: Any, run: Translation) -> None:
+    if "alphapo" in run.losses:
+        run.set("alphapo_alpha", value)
+    elif value:
+        run.lacks("only the reward of alphapo can be bent; set loss_type alphapo")
+    else:
+        run.ignore("off")
+
+
 def _set_sync(_: Any, run: Translation) -> None:
     run.set("reference.sync_steps", int(run.get("ref_model_sync_steps", 512)))
     run.set("reference.sync_alpha", run.get("ref_model_mixup_alpha", 0.6))
@@ -111,6 +120,10 @@ TABLE: r.Table = {
         "only for alpha_divergence",
     ),
     "use_weighting": r.to("use_wpo"),
+    # of CPOConfig
+    "simpo_gamma": r.if_loss("gamma", "simpo", "alphapo"),
+    "cpo_alpha": r.CPO_ALPHA,
+    "alpha": r.by(_set_alpha, "alphapo_alpha"),
     "generate_during_eval": r.SAMPLES,
     "reference_free": r.switch("reference.mode", "none", off="there is a reference"),
     "sync_ref_model": r.by(_set_sync, "reference.sync_steps", "reference.sync_alpha", off="the reference is frozen"),
@@ -118,7 +131,7 @@ TABLE: r.Table = {
     "ref_model_mixup_alpha": r.part_of("sync_ref_model", "reference.sync_alpha"),
     "precompute_ref_log_probs": r.switch("reference.mode", "precompute", off="the mode does not change numbers"),
     "precompute_ref_batch_size": r.to("reference.infer_batch_size"),
-    "use_peft": r.lora_switch("with `lora_r`"),
+    "use_peft": r.lora_switch("read with `lora_r`"),
     **r.lora_rules(_is_lora, "lora_r", targets="lora_target_modules", rslora="use_rslora"),
     "use_dora": r.lacks(r.DORA),
     "lora_target_parameters": r.lacks("adapters are on modules, not on parameters"),
@@ -130,8 +143,10 @@ TABLE: r.Table = {
     "router_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
     "model_init_kwargs": r.by(
         _set_model_arguments,
-        *(f"{MODEL}{name}" for name in ("dtype", "master_dtype", "attn_implementation", "revision")),
-        note="dtype, attn_implementation, revision and trust_remote_code",
+        *(
+            f"{MODEL}{name}"
+            for name in ("dtype", "master_dtype", "attn_implementation", "revision", "trust_remote_code")
+        ),
     ),
     "ref_model_init_kwargs": r.lacks("arguments of the model's class cannot be set"),
     "disable_dropout": r.by(
@@ -155,8 +170,7 @@ TABLE: r.Table = {
     "truncation_mode": r.by(_set_truncation, f"{DATA}truncation"),
     **dict.fromkeys(("chat_template", "chat_template_path"), r.by(_set_template, f"{DATA}template")),
     **r.kept(DATA, "preprocessing_num_workers"),
-    "max_prompt_length": r.lacks("prompt and response share sequence_length; prompts have no limit"),
-    "max_completion_length": r.lacks("prompt and response share sequence_length; responses have no limit"),
+    **r.lack("prompt and response share sequence_length", "max_prompt_length max_completion_length"),
     "tools": r.lacks("add a `tools` column to the rows"),
     **huggingface.TABLE,
 }
@@ -170,7 +184,9 @@ use_liger_loss use_logits_to_keep
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of TRL 1.16 that differ from ours."""
     lora = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
-    loss = {"loss_type": ["sigmoid"], "beta": 0.1}
+    loss: dict[str, Any] = {"loss_type": ["sigmoid"], "beta": 0.1}
+    if given.get("loss_type") in ("simpo", "alphapo"):  # CPOTrainer, which sets cpo_alpha to 0 for alphapo
+        loss |= {"simpo_gamma": 0.5, **({"cpo_alpha": 1.0} if given["loss_type"] == "simpo" else {"alpha": 0.0})}
     rate = {"learning_rate": 1e-6, "lr_scheduler_type": "linear"}
     memory = {"gradient_checkpointing": True, "bf16": not given.get("fp16")}
     lengths = {"max_length": 1024, "truncation_mode": "keep_start"}

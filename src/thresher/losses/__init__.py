@@ -1,10 +1,10 @@
 """Losses: pure functions of logps, found by name. Importing this package registers all of them."""
 
-from thresher.losses import formulas  # noqa: F401  # registers the built-in losses
+from thresher.losses import formulas, responses  # noqa: F401  # register the built-in losses
 from thresher.losses.base import Loss
 from thresher.losses.metrics import MetricSum, merge_metrics
 from thresher.losses.objective import Objective, ObjectiveOutput
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps, concat_pairs
+from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, ResponseLogps, concat_pairs
 from thresher.losses.registry import (
     LossRow,
     describe,
@@ -18,7 +18,7 @@ from thresher.losses.scores import ChosenRejected, PairScores, score_pairs
 
 __all__ = [
     "ChosenRejected",
-    "ChosenRejectedLogps",
+    "ExampleLogps",
     "Loss",
     "LossRow",
     "MetricSum",

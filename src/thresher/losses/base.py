@@ -13,12 +13,24 @@ from thresher.errors import UserError
 from thresher.losses.parameters import FINITE
 from thresher.losses.scores import ChosenRejected, PairScores
 
-Modifier = Literal["f_divergence", "gamma", "ld_alpha", "length_penalty", "margin", "reference_free", "weight", "wpo"]
+Modifier = Literal[
+    "clamp_log_ratio",
+    "f_divergence",
+    "gamma",
+    "ld_alpha",
+    "length_penalty",
+    "margin",
+    "reference_free",
+    "weight",
+    "wpo",
+]
 Reward = Literal["scores", "mean_scores", "logps", "mean_logps"]
+# comparisons of two responses, single responses with a label, or all responses to a prompt
+Reads = Literal["pairs", "labels", "lists"]
 
 # A loss lists the modifiers that reach its formula, so an objective can reject one without effect.
 ALL_MODIFIERS: frozenset[Modifier] = frozenset(get_args(Modifier))
-RATIO_MODIFIERS: frozenset[Modifier] = frozenset(("ld_alpha", "weight", "wpo"))
+RATIO_MODIFIERS: frozenset[Modifier] = frozenset(("clamp_log_ratio", "ld_alpha", "weight", "wpo"))
 LOGIT_MODIFIERS: frozenset[Modifier] = frozenset(("length_penalty", "margin", "weight", "wpo"))
 
 
@@ -32,6 +44,8 @@ class Loss(ABC):
     needs_reference: ClassVar[bool] = True
     couples_pairs: ClassVar[bool] = False  #: the loss of a pair depends on the other pairs of the step
     compares_sides: ClassVar[bool] = True  #: False if only the chosen side is read
+    reads: ClassVar[Reads] = "pairs"
+    reads_mismatched: ClassVar[bool] = False  #: each example has a second response, to a different prompt of the step
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     beta: float  #: scale of the rewards; a loss without this field overrides `rewards`
@@ -48,8 +62,8 @@ class Loss(ABC):
         return float(self(PairScores.of_equal_models())) if self.needs_reference else None
 
     @abstractmethod
-    def __call__(self, pairs: PairScores) -> Tensor:
-        """Compute the loss of each pair: [num_pairs]."""
+    def __call__(self, scores: Any) -> Tensor:
+        """Compute the loss of each pair from its `PairScores`, or of each example from its `ResponseScores`."""
 
     def rewards(self, pairs: PairScores) -> ChosenRejected:
         """Compute the rewards that this loss compares."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from thresher.errors import UserError
 from thresher.imported_function import import_function, read_source
 from thresher.losses.base import Loss, Modifier
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps, concat_pairs
+from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, ResponseLogps, concat_pairs
 from thresher.losses.parameters import FINITE, parameter
 from thresher.losses.scores import ChosenRejected, FDivergence, PairScores, score_pairs
 
@@ -102,9 +102,9 @@ def _parameters(location: str, function: Callable[..., Any]) -> list[tuple[str, 
 def _random_inputs(generator: torch.Generator) -> ObjectiveInputs:
     lengths = torch.randint(1, _MAX_PROBED_LENGTH, (2, _NUM_PROBED_PAIRS // 2), generator=generator)
 
-    def logps() -> ChosenRejectedLogps:
+    def logps() -> ExampleLogps:
         values = [-2.0 * torch.rand(int(each.sum()), generator=generator, dtype=torch.float64) for each in lengths]
-        return ChosenRejectedLogps(*map(ResponseLogps, values, lengths))
+        return ExampleLogps.of(*map(ResponseLogps, values, lengths))
 
     return ObjectiveInputs(logps(), logps())
 
@@ -129,6 +129,8 @@ class _Probe:
             supports.add("f_divergence")
         if self._differs(self.inputs, ld_alpha=0.5):
             supports.add("ld_alpha")
+        if self._differs(self.inputs, clamp_log_ratio=(-0.1, 0.1)):
+            supports.add("clamp_log_ratio")
         if self._differs(self.inputs, margin=0.3):
             supports |= {"gamma", "length_penalty", "margin"}
         return {
@@ -150,7 +152,7 @@ class _Probe:
     def _check_gradient(self) -> None:
         policy = self.inputs.policy
         chosen = replace(policy.chosen, values=policy.chosen.values.clone().requires_grad_())
-        inputs = replace(self.inputs, policy=replace(policy, chosen=chosen))
+        inputs = replace(self.inputs, policy=ExampleLogps.of(chosen, policy.rejected))
         values = self._call(score_pairs(inputs))
         if not bool(torch.isfinite(values).all()):
             raise UserError(f"pref_loss: {self.loss.name} is not finite on random pairs; check its formula")
@@ -175,4 +177,4 @@ class _Probe:
 
 def _less_likely_rejected(inputs: ObjectiveInputs) -> ObjectiveInputs:
     rejected = replace(inputs.policy.rejected, values=inputs.policy.rejected.values - 0.5)
-    return replace(inputs, policy=replace(inputs.policy, rejected=rejected))
+    return replace(inputs, policy=ExampleLogps.of(inputs.policy.chosen, rejected))

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thresher.losses.base import ALL_MODIFIERS, LOGIT_MODIFIERS, RATIO_MODIFIERS, Loss
-from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, STATE, UP_TO_HALF, Range, parameter
+from thresher.losses.parameters import FINITE, NON_NEGATIVE, POSITIVE, STATE, UP_TO_HALF, Range, parameter
 from thresher.losses.registry import register
-from thresher.losses.scores import ChosenRejected, PairScores
+from thresher.losses.scores import ChosenRejected, PairScores, power_score
 
 
 @register("sigmoid", paper="2305.18290", supports=ALL_MODIFIERS)
@@ -121,6 +121,22 @@ class EXOPair(Loss):
         return chosen + rejected
 
 
+@register("dpop", paper="2402.13228", supports=ALL_MODIFIERS - {"f_divergence", "reference_free"})
+class DPOP(Loss):
+    """Subtract from the margin what the chosen side lost in likelihood, so that it stays likely (DPO-Positive).
+
+    -logsig(beta (z - dpop_lambda max(0, -r_w))): Eq. 3 of DPOP (2402.13228v2). The first version of the paper had the
+    penalty outside the sigmoid, which its authors call an error (github.com/abacusai/smaug/issues/2).
+    """
+
+    beta: float = parameter(0.3, POSITIVE)
+    dpop_lambda: float = parameter(50.0, NON_NEGATIVE)
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        penalty = self.dpop_lambda * F.relu(-pairs.log_ratios.chosen)
+        return -F.logsigmoid(pairs.shifted(self.beta * (pairs.log_ratios.margin - penalty)))
+
+
 @register("ipo", paper="2310.12036", supports=ALL_MODIFIERS, reward="mean_scores")
 class IPO(Loss):
     """Regress the mean margin on a fixed target instead of increasing it without limit.
@@ -167,7 +183,7 @@ class AOT(Loss):
         return _dominance(pairs.logps.margin, pairs.reference.logps.margin, self.beta, self.label_smoothing)
 
 
-@register("aot_unpaired", paper="2406.05882", supports=["ld_alpha"], couples_pairs=True)
+@register("aot_unpaired", paper="2406.05882", supports=["clamp_log_ratio", "ld_alpha"], couples_pairs=True)
 class AOTUnpaired(Loss):
     """Make the chosen rewards dominate the rejected ones, quantile by quantile.
 
@@ -295,6 +311,25 @@ class SimPO(Loss):
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return -F.logsigmoid(pairs.shifted(self.beta * pairs.mean_logps.margin) - self.gamma)
+
+
+@register("alphapo", paper="2501.03884", supports=LOGIT_MODIFIERS, needs_reference=False)
+class AlphaPO(Loss):
+    """Bend SimPO's reward with a power of the likelihood per token, against less likely chosen sides.
+
+    -logsig(beta (q_w - q_l) - gamma), q = (1 - p^-alpha) / alpha, log p = mean pi: AlphaPO (2501.03884), as in TRL's
+    CPOTrainer; alpha is alphapo_alpha, and 0 gives SimPO. Defaults are those of Mistral-Instruct in Table 3.
+    """
+
+    beta: float = parameter(2.5, POSITIVE)
+    gamma: float = parameter(0.1, NON_NEGATIVE)
+    alphapo_alpha: float = parameter(0.25, FINITE)
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        return -F.logsigmoid(pairs.shifted(self.rewards(pairs).margin) - self.gamma)
+
+    def rewards(self, pairs: PairScores) -> ChosenRejected:
+        return ChosenRejected(*(power_score(side, -self.alphapo_alpha) for side in pairs.mean_logps)).scaled(self.beta)
 
 
 @register("orpo", paper="2403.07691", supports=["weight", "wpo"], needs_reference=False, reward="mean_logps")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thresher.losses.pairs import ObjectiveInputs, ResponseLogps, segment_sums, to_fp64
+from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, ResponseLogps, segment_sums, to_fp64
 from thresher.losses.scores import ChosenRejected
 
 # units in the last place of a logp by which two forwards of the same weights may differ
@@ -44,9 +44,21 @@ def merge_metrics(parts: Sequence[Mapping[str, MetricSum]]) -> dict[str, MetricS
     return total
 
 
+def mean_values(metrics: Mapping[str, MetricSum]) -> dict[str, float]:
+    """Return the means, without those of no example; of single responses also the difference of the labels' rewards."""
+    means = {name: metric.mean for name, metric in metrics.items() if float(metric.count)}
+    if "labels/desirable" in means and {"rewards/chosen", "rewards/rejected"} <= means.keys():
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means
+
+
 @torch.no_grad()
-def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRejected) -> dict[str, MetricSum]:
+def compute_metrics(
+    inputs: ObjectiveInputs, rewards: ChosenRejected, is_valid: Tensor | None = None
+) -> dict[str, MetricSum]:
     """Sum every metric over these pairs; rewards come from the objective's first loss that compares both sides.
+
+    Pairs that are not valid do not count.
 
     kl: the log-ratio on the data, (policy - reference) summed logps, averaged over the two sides of a pair, in nats per
     response. It is not an expectation over the policy, and so may be negative. Present only with a reference.
@@ -64,7 +76,6 @@ def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRe
             rejected_ratio.abs() <= _rounding(inputs.policy.rejected)
         )
     per_pair_metrics = {
-        "loss": to_fp64(per_pair),
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/accuracies": torch.where(is_tie, 0.5, (chosen > rejected).to(chosen.dtype)),
@@ -75,14 +86,46 @@ def compute_metrics(inputs: ObjectiveInputs, per_pair: Tensor, rewards: ChosenRe
         "lengths/rejected": to_fp64(inputs.policy.rejected.lengths),
         **({} if kl is None else {"kl": kl}),
     }
-    metrics = {name: MetricSum(values.sum(), inputs.num_pairs) for name, values in per_pair_metrics.items()}
-    metrics["sft_loss"] = MetricSum(-to_fp64(tokens).sum(), tokens.numel())
-    return metrics | _length_preference(inputs, torch.where(is_tie, 0.0, chosen - rejected)) | _entropy(inputs)
+    margins = torch.where(is_tie, 0.0, chosen - rejected)
+    if is_valid is None:
+        metrics = {name: MetricSum(values.sum(), inputs.num_pairs) for name, values in per_pair_metrics.items()}
+        metrics["sft_loss"] = MetricSum(-to_fp64(tokens).sum(), tokens.numel())
+    else:
+        metrics = {name: _mean_where(is_valid, values) for name, values in per_pair_metrics.items()}
+        lengths = inputs.policy.chosen.lengths
+        metrics["sft_loss"] = MetricSum(-(policy_chosen * is_valid).sum(), (lengths * is_valid).sum())
+    return metrics | _length_preference(inputs, margins, is_valid)
 
 
-def _length_preference(inputs: ObjectiveInputs, margins: Tensor) -> dict[str, MetricSum]:
+@torch.no_grad()
+def label_metrics(
+    policy: ResponseLogps, reference: ResponseLogps | None, per_example: Tensor, rewards: Tensor, labels: Tensor
+) -> dict[str, MetricSum]:
+    """Sum every metric over single responses; those of a label have the count of its responses."""
+    logps, is_desirable = policy.sums(), labels > 0.5
+    metrics = {
+        "loss": MetricSum(to_fp64(per_example).sum(), per_example.numel()),
+        "labels/desirable": MetricSum(is_desirable.sum(dtype=logps.dtype), labels.numel()),
+    }
+    for name, has_label in (("chosen", is_desirable), ("rejected", ~is_desirable)):
+        metrics[f"rewards/{name}"] = _mean_where(has_label, rewards)
+        metrics[f"logps/{name}"] = _mean_where(has_label, logps)
+        metrics[f"lengths/{name}"] = _mean_where(has_label, to_fp64(policy.lengths))
+    metrics["sft_loss"] = MetricSum(-(logps * is_desirable).sum(), (policy.lengths * is_desirable).sum())
+    if reference is not None:
+        metrics["kl"] = MetricSum((logps - reference.sums()).sum(), labels.numel())
+    return metrics
+
+
+def _mean_where(is_counted: Tensor, values: Tensor) -> MetricSum:
+    return MetricSum(torch.where(is_counted, values, 0.0).sum(), is_counted.sum())
+
+
+def _length_preference(inputs: ObjectiveInputs, margins: Tensor, is_valid: Tensor | None) -> dict[str, MetricSum]:
     """Share of pairs whose longer response is the chosen one, and in which it has the higher reward."""
     difference = inputs.policy.chosen.lengths - inputs.policy.rejected.lengths
+    if is_valid is not None:
+        difference = difference * is_valid
     differs = difference != 0
     count = differs.sum()
     prefers_longer = torch.where(margins == 0.0, 0.5, ((margins > 0.0) == (difference > 0)).to(margins.dtype))
@@ -92,9 +135,9 @@ def _length_preference(inputs: ObjectiveInputs, margins: Tensor) -> dict[str, Me
     }
 
 
-def _entropy(inputs: ObjectiveInputs) -> dict[str, MetricSum]:
+def entropy_metric(policy: ExampleLogps) -> dict[str, MetricSum]:
     """Entropy of the policy at all scored tokens, in nats per token; absent unless it was requested."""
-    sides = [side.entropy for side in (inputs.policy.chosen, inputs.policy.rejected) if side.entropy is not None]
+    sides = [side.entropy for side in policy.sides if side.entropy is not None]
     if not sides:
         return {}
     return {"entropy": MetricSum(sum(to_fp64(side).sum() for side in sides), sum(side.numel() for side in sides))}

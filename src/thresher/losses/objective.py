@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from thresher.errors import UserError
-from thresher.losses.base import Loss, Modifier
-from thresher.losses.metrics import MetricSum, compute_metrics
-from thresher.losses.pairs import ObjectiveInputs, TokenStatistics
+from thresher.losses.base import Loss, Modifier, Reads
+from thresher.losses.comparisons import Comparisons, compare
+from thresher.losses.metrics import MetricSum, compute_metrics, entropy_metric, label_metrics
+from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, TokenStatistics, to_fp64
 from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, Range
 from thresher.losses.registry import loss_class, loss_names, parameter_defaults
+from thresher.losses.responses import LabelLoss, ResponseScores, reference_point
 from thresher.losses.scores import ChosenRejected, FDivergence, PairScores, score_pairs, wpo_weights
 
 
@@ -44,7 +46,11 @@ class Objective:
     margin: float = 0.0  #: subtracted from every reward margin, as SimPO's gamma, in units of reward
     #: compare with a reference that gives every response the same probability, so log ratios are logps
     reference_free: bool = False
+    #: humanline: least and greatest log ratio of a token, off if None
+    clamp_log_ratio: tuple[float, float] | None = None
     measures_entropy: bool = False  #: adds the metric `entropy`; changes no loss
+    comparisons: Comparisons = "all"  #: the pairs of an example with more than two responses
+    reads_labels: bool = False  #: single responses, also for losses of the chosen side of a pair, such as sft
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -56,10 +62,26 @@ class Objective:
             )
         for loss, weight in self.terms:
             POSITIVE.check(loss.name, "weight in the sum of losses", weight, usual=1.0)
+        comparing = [loss.name for loss, _ in self.terms if loss.reads != "labels" and loss.compares_sides]
+        if self.reads == "labels" and comparing:
+            raise UserError(
+                f"{comparing[0]} compares the responses to a prompt, but the data, or another loss of the sum, has "
+                "single responses with a label; use losses of one kind (`thresher losses` lists them), or join "
+                "labelled rows to pairs with actor_train.data_args.join_labelled=true"
+            )
+        if self.reads != "pairs" and (self.rpo_alpha or self.wpo):
+            raise UserError(f"rpo_alpha and use_wpo need a loss on pairs, got {' + '.join(names)}; turn them off")
         FDivergence(self.f_divergence, self.f_alpha_divergence_coef)
         Range(at_least=0.0, at_most=1.0).check("LD-DPO", "ld_alpha", self.ld_alpha, usual=0.5)
         NON_NEGATIVE.check("R-DPO", "length_penalty", self.length_penalty, usual=0.01)
         NON_NEGATIVE.check("RPO", "rpo_alpha", self.rpo_alpha, usual=1.0)
+        if self.clamp_log_ratio is not None:
+            low, high = self.clamp_log_ratio
+            Range(below=0.0).check("humanline", "lower bound of clamp_log_ratio", low, usual=-1.0)
+            POSITIVE.check("humanline", "upper bound of clamp_log_ratio", high, usual=1.5)
+            if self.reference_free:
+                raise UserError("clamp_log_ratio needs a reference; remove it, or set reference.mode")
+        self._check_supported("clamp_log_ratio", self.clamp_log_ratio is not None)
         self._check_supported("f_divergence", self.f_divergence != "reverse_kl")
         self._check_supported("ld_alpha", self.ld_alpha != 1.0)
         self._check_supported("length_penalty", self.length_penalty != 0.0)
@@ -75,6 +97,17 @@ class Objective:
     def couples_pairs(self) -> bool:
         """True if the caller must pass all pairs of a step at once."""
         return any(loss.couples_pairs for loss, _ in self.terms)
+
+    @property
+    def reads(self) -> Reads:
+        """What the losses read; pairwise losses read the comparisons of a list too."""
+        kinds = {loss.reads for loss, _ in self.terms}
+        return "labels" if self.reads_labels or "labels" in kinds else "lists" if "lists" in kinds else "pairs"
+
+    @property
+    def reads_mismatched(self) -> bool:
+        """True if each example needs a second response, which answers a different prompt."""
+        return any(loss.reads_mismatched for loss, _ in self.terms)
 
     @property
     def statistics(self) -> TokenStatistics:
@@ -107,11 +140,13 @@ class Objective:
         coef = f" ({self.f_alpha_divergence_coef:g})" if self.f_divergence == "alpha_divergence" else ""
         modifiers = {
             f"f_divergence {self.f_divergence}{coef}": self.f_divergence != "reverse_kl",
+            f"log ratios clamped to {self.clamp_log_ratio}": self.clamp_log_ratio,
             f"ld_alpha {self.ld_alpha:g} (LD-DPO)": self.ld_alpha != 1.0,
             f"length_penalty {self.length_penalty:g} (R-DPO)": self.length_penalty,
             f"gamma {self.margin:g}": self.margin,
             "pairs weighted by WPO": self.wpo,
             "reference-free": self.reference_free,
+            f"comparisons {self.comparisons}": self.comparisons != "all",
         }
         return ", ".join([" + ".join(terms), *(text for text, is_on in modifiers.items() if is_on)])
 
@@ -123,25 +158,53 @@ class Objective:
     def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
         """Compute the loss of each pair and the metrics."""
         self.check_columns(weight=inputs.weight is not None, margin=inputs.margin is not None)
-        scores = self._score_pairs(inputs)
-        (first, first_weight), *others = self.terms
-        per_pair = first_weight * first(scores)
-        for loss, weight in others:
-            per_pair = per_pair + weight * loss(scores)
+        if self.reads == "labels":
+            per_pair, metrics = self._of_labels(inputs)
+        else:
+            per_pair, metrics = self._of_comparisons(inputs)
+        return ObjectiveOutput(per_pair, metrics)
+
+    def _of_comparisons(self, inputs: ObjectiveInputs) -> tuple[Tensor, dict[str, MetricSum]]:
+        compared = compare(inputs, self.comparisons)
+        scores = self._score_pairs(compared.inputs)
+        losses = [weight * loss(scores) for loss, weight in self.terms if loss.reads == "pairs"]
         if self.rpo_alpha:
             # Keeps the chosen side likely: the margin cannot be increased by lowering both sides.
-            per_pair = per_pair + self.rpo_alpha * scores.mean_chosen_nll
+            losses.append(self.rpo_alpha * scores.mean_chosen_nll)
         if self.wpo:
-            per_pair = per_pair * wpo_weights(inputs.policy)
-        if inputs.weight is not None:
-            # The caller divides by the number of pairs, not by the sum of weights.
-            per_pair = per_pair * inputs.weight.to(per_pair.dtype)
-        # A loss beyond the range of the logps' dtype must be non-finite: its gradient would not fit either.
-        per_pair = per_pair.to(inputs.policy.chosen.values.dtype)
+            losses = [_sum(losses) * wpo_weights(compared.inputs.policy)]
+        terms = [compared.per_example(_sum(losses), inputs.num_pairs)] if losses else []
+        if self.reads == "lists":
+            responses = ResponseScores.of(inputs)
+            terms += [weight * loss(responses) for loss, weight in self.terms if loss.reads == "lists"]
+        per_pair = _weighted(_sum(terms), inputs)
         with torch.no_grad():
-            metrics = compute_metrics(inputs, per_pair, self._rewards(scores))
-            metrics.update(self._state_metrics(scores))
-        return ObjectiveOutput(per_pair, metrics)
+            metrics = {"loss": MetricSum(to_fp64(per_pair).sum(), inputs.num_pairs)}
+            metrics.update(compute_metrics(compared.inputs, self._rewards(scores), compared.is_valid))
+            metrics.update(entropy_metric(inputs.policy))
+            metrics.update(self._state_metrics(scores, compared.is_valid))
+        return per_pair, metrics
+
+    def _of_labels(self, inputs: ObjectiveInputs) -> tuple[Tensor, dict[str, MetricSum]]:
+        responses = ResponseScores.of(inputs)
+        labels = responses.values[:, 0]
+        # a loss of the chosen side, such as sft, trains on desirable responses
+        chosen = score_pairs(ObjectiveInputs(ExampleLogps.of(inputs.policy.side(0), inputs.policy.side(1))))
+        terms = [
+            weight * (loss(responses) if loss.reads == "labels" else loss(chosen) * labels)
+            for loss, weight in self.terms
+        ]
+        per_pair = _weighted(_sum(terms), inputs)
+        with torch.no_grad():
+            rewards = self.label_rewards(responses)
+            reference = None if inputs.reference is None else inputs.reference.chosen
+            metrics = label_metrics(inputs.policy.chosen, reference, per_pair, rewards, labels)
+            metrics.update(entropy_metric(ExampleLogps.of(inputs.policy.chosen)))
+            metrics.update(self._label_state_metrics(responses))
+            if self.reads_mismatched:
+                count = inputs.num_pairs
+                metrics["kto/z0"] = MetricSum(reference_point(responses) * count, count)
+        return per_pair, metrics
 
     @torch.no_grad()
     def rewards(self, inputs: ObjectiveInputs) -> ChosenRejected:
@@ -156,7 +219,12 @@ class Objective:
             length_penalty=self.length_penalty,
             margin=self.margin,
             reference_free=self.reference_free,
+            clamp_log_ratio=self.clamp_log_ratio,
         )
+
+    def label_rewards(self, responses: ResponseScores) -> Tensor:
+        losses = [loss for loss, _ in self.terms if isinstance(loss, LabelLoss)]
+        return losses[0].label_rewards(responses) if losses else responses.mean_logps[:, 0]
 
     def _rewards(self, scores: PairScores) -> ChosenRejected:
         # Units differ between losses, so report the rewards of the first loss that compares both sides.
@@ -190,13 +258,24 @@ class Objective:
             self, terms=tuple((change(loss) if loss.state() else loss, weight) for loss, weight in self.terms)
         )
 
-    def _state_metrics(self, scores: PairScores) -> dict[str, MetricSum]:
+    def _state_metrics(self, scores: PairScores, is_valid: Tensor | None) -> dict[str, MetricSum]:
+        valid, count = (1.0, scores.num_pairs) if is_valid is None else (is_valid, is_valid.sum())
         metrics: dict[str, MetricSum] = {}
         for loss, _ in self.terms:
             if loss.state():
                 chosen, rejected = loss.rewards(scores)
-                metrics[f"{loss.name}/chosen_reward"] = MetricSum(chosen.sum(), scores.num_pairs)
-                metrics[f"{loss.name}/rejected_reward"] = MetricSum(rejected.sum(), scores.num_pairs)
+                metrics[f"{loss.name}/chosen_reward"] = MetricSum((chosen * valid).sum(), count)
+                metrics[f"{loss.name}/rejected_reward"] = MetricSum((rejected * valid).sum(), count)
+        return metrics
+
+    def _label_state_metrics(self, responses: ResponseScores) -> dict[str, MetricSum]:
+        metrics: dict[str, MetricSum] = {}
+        is_desirable = responses.values[:, 0] > 0.5
+        for loss, _ in self.terms:
+            if isinstance(loss, LabelLoss) and loss.state():
+                rewards = loss.label_rewards(responses)
+                for name, has_label in (("chosen", is_desirable), ("rejected", ~is_desirable)):
+                    metrics[f"{loss.name}/{name}_reward"] = MetricSum((rewards * has_label).sum(), rewards.numel())
         return metrics
 
     @property
@@ -216,7 +295,23 @@ class Objective:
             )
 
 
+def _sum(losses: list[Tensor]) -> Tensor:
+    total = losses[0]
+    for each in losses[1:]:
+        total = total + each
+    return total
+
+
+def _weighted(per_pair: Tensor, inputs: ObjectiveInputs) -> Tensor:
+    if inputs.weight is not None:
+        # The caller divides by the number of pairs, not by the sum of weights.
+        per_pair = per_pair * inputs.weight.to(per_pair.dtype)
+    # A loss beyond the range of the logps' dtype must be non-finite: its gradient would not fit either.
+    return per_pair.to(inputs.policy.chosen.values.dtype)
+
+
 _LABELS: dict[Modifier, str] = {
+    "clamp_log_ratio": "clamp_log_ratio (humanline)",
     "f_divergence": "f_divergence other than reverse_kl",
     "ld_alpha": "ld_alpha (LD-DPO)",
     "length_penalty": "length_penalty (R-DPO)",

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-T = TypeVar("T", "ResponseLogps", "ChosenRejectedLogps", "ObjectiveInputs")
+T = TypeVar("T", "ResponseLogps", "ExampleLogps", "ObjectiveInputs")
 
 
 class TokenStatistics(NamedTuple):
@@ -28,10 +29,10 @@ NO_STATISTICS = TokenStatistics()
 
 @dataclass(frozen=True)
 class ResponseLogps:
-    """Logps of one side of `num_pairs` pairs, and the requested statistics."""
+    """Logps of one response of each of `num_pairs` examples, and the requested statistics."""
 
-    values: Tensor  # [num_tokens], pair after pair, fp32 or fp64
-    lengths: Tensor  # [num_pairs] int64, scored tokens of each pair; sums to num_tokens
+    values: Tensor  # [num_tokens], example after example, fp32 or fp64
+    lengths: Tensor  # [num_pairs] int64, scored tokens; 0 if the example has no such response; sums to num_tokens
     log_sum_squared_probs: Tensor | None = None  # [num_tokens] log(sum_v p(v)^2)
     entropy: Tensor | None = None  # [num_tokens] in nats, without gradient
 
@@ -53,38 +54,57 @@ class ResponseLogps:
 
 
 @dataclass(frozen=True)
-class ChosenRejectedLogps:
-    """Both sides of the same pairs, scored by one model."""
+class ExampleLogps:
+    """The responses of the same examples, scored by one model: the first of each, the second of each, and so on."""
 
-    chosen: ResponseLogps
-    rejected: ResponseLogps
+    sides: tuple[ResponseLogps, ...]
+
+    @classmethod
+    def of(cls, *sides: ResponseLogps) -> ExampleLogps:
+        return cls(sides)
+
+    @property
+    def chosen(self) -> ResponseLogps:
+        return self.sides[0]
+
+    @property
+    def rejected(self) -> ResponseLogps:
+        return self.sides[1]
+
+    def side(self, number: int) -> ResponseLogps:
+        """Return a side; empty responses if no example has so many."""
+        if number < len(self.sides):
+            return self.sides[number]
+        first = self.chosen
+        return replace(map_tensors(first, lambda tensor: tensor[:0]), lengths=torch.zeros_like(first.lengths))
 
     @property
     def num_pairs(self) -> int:
         return self.chosen.num_pairs
 
-    def detach(self) -> ChosenRejectedLogps:
+    def detach(self) -> ExampleLogps:
         return map_tensors(self, Tensor.detach)
 
 
 def empty_logps(
-    device: torch.device | None = None, *, statistics: TokenStatistics = NO_STATISTICS
-) -> ChosenRejectedLogps:
-    """Return the logps of zero pairs."""
+    device: torch.device | None = None, *, statistics: TokenStatistics = NO_STATISTICS, num_sides: int = 2
+) -> ExampleLogps:
+    """Return the logps of zero examples."""
     empty = torch.zeros(0, device=device)
     squared_probs, entropy = (empty if each else None for each in statistics)
     side = ResponseLogps(empty, empty.long(), squared_probs, entropy)
-    return ChosenRejectedLogps(side, side)
+    return ExampleLogps((side,) * num_sides)
 
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
     """All inputs of an objective for `num_pairs` pairs."""
 
-    policy: ChosenRejectedLogps
-    reference: ChosenRejectedLogps | None = None  #: None for losses without a reference
+    policy: ExampleLogps
+    reference: ExampleLogps | None = None  #: None for losses without a reference
     weight: Tensor | None = None  #: [num_pairs], columns of the dataset
     margin: Tensor | None = None
+    values: Tensor | None = None  #: [num_pairs, num_sides] labels or scores of the responses; None in pairs
 
     @property
     def num_pairs(self) -> int:
@@ -97,6 +117,8 @@ def map_tensors(pairs: T, change: Callable[[Tensor], Tensor]) -> T:
     def changed(value: Any) -> Any:
         if isinstance(value, Tensor):
             return change(value)
+        if isinstance(value, tuple):
+            return tuple(map(changed, value))
         return None if value is None else map_tensors(value, change)
 
     return replace(pairs, **{name: changed(value) for name, value in vars(pairs).items()})
@@ -144,15 +166,25 @@ def concat_pairs(parts: Sequence[ObjectiveInputs]) -> ObjectiveInputs:
             f"{len(references)} of {len(parts)} micro-batches have reference logps; either all or none must have them"
         )
     return ObjectiveInputs(
-        _concat_both([part.policy for part in parts]),
-        _concat_both(references) if references else None,
+        concat_sides([part.policy for part in parts]),
+        concat_sides(references) if references else None,
         _concat_columns([part.weight for part in parts], parts, neutral=1.0),
         _concat_columns([part.margin for part in parts], parts, neutral=0.0),
+        _concat_values([part.values for part in parts]),
     )
 
 
-def _concat_both(parts: Sequence[ChosenRejectedLogps]) -> ChosenRejectedLogps:
-    return ChosenRejectedLogps(concat_logps([p.chosen for p in parts]), concat_logps([p.rejected for p in parts]))
+def _concat_values(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    num_sides = max((part.shape[1] for part in present), default=0)
+    # absent responses have no tokens, which is what marks them
+    return torch.cat([F.pad(part, (0, num_sides - part.shape[1])) for part in present]) if present else None
+
+
+def concat_sides(parts: Sequence[ExampleLogps]) -> ExampleLogps:
+    """Concatenate the logps of several micro-batches by one model."""
+    num_sides = max(len(part.sides) for part in parts)
+    return ExampleLogps(tuple(concat_logps([part.side(number) for part in parts]) for number in range(num_sides)))
 
 
 def _concat_columns(

@@ -1,23 +1,30 @@
-"""The registry of losses: names, parameters, and errors that suggest the right spelling."""
+"""The registry of losses: names, parameters, and errors that suggest the right spelling.
+
+A package adds a loss with an entry point of the group `thresher.losses`, which names its registered class.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.metadata import EntryPoint
 from typing import TypeVar, dataclass_transform
 
 from thresher.errors import UserError, nearest
-from thresher.losses.base import Loss, Modifier, Reward
+from thresher.imported_function import find_entry_points
+from thresher.losses.base import Loss, Modifier, Reads, Reward
 from thresher.losses.custom import load_loss
 
 _LOSSES: dict[str, type[Loss]] = {}
 
-_UNPAIRED = "it needs single responses with labels, not pairs; use bco_pair or apo_zero"
 _ONLINE = "it needs responses that are sampled during training; use sigmoid (DPO) on stored pairs"
 # methods that other trainers name like a loss
 _OTHER_METHODS = {
-    **dict.fromkeys(("kto", "kto_pair", "bco"), _UNPAIRED),
+    "kto_pair": "use kto on labelled responses, or bco_pair on pairs",
     **dict.fromkeys(("ppo", "grpo", "dapo", "gspo", "rloo", "reinforce", "online_dpo", "xpo", "nash_md"), _ONLINE),
+    "dpo": "use sigmoid",
     "apo": "use apo_zero or apo_down",
     "exo": "use exo_pair",
     "nca": "use nca_pair",
@@ -27,6 +34,8 @@ _OTHER_METHODS = {
     **dict.fromkeys(("rdpo", "r_dpo"), "use sigmoid with length_penalty"),
     "rpo": "use sigmoid with rpo_alpha",
     "wpo": "use sigmoid with use_wpo: true",
+    "dpo_positive": "use dpop",
+    "humanline": "use sigmoid with clamp_log_ratio: [-1, 1.5] and reference.sync_steps",
     "ld_dpo": "use sigmoid with ld_alpha",
     "odpo": "use sigmoid with a margin column in the data",
     "tr_dpo": "use sigmoid with reference.sync_steps",
@@ -57,6 +66,7 @@ def register(
     needs_reference: bool = True,
     couples_pairs: bool = False,
     compares_sides: bool = True,
+    reads: Reads = "pairs",
 ) -> Callable[[LossClass], LossClass]:
     """Make a loss class a frozen dataclass with these class variables, and register it under its name."""
     if name in _LOSSES:
@@ -68,6 +78,7 @@ def register(
         cls.needs_reference = needs_reference
         cls.couples_pairs = couples_pairs
         cls.compares_sides = compares_sides
+        cls.reads = reads
         _LOSSES[name] = dataclass(frozen=True)(cls)
         return cls
 
@@ -76,19 +87,48 @@ def register(
 
 def loss_names() -> list[str]:
     """List the names of all losses, sorted."""
-    return sorted(_LOSSES)
+    return sorted(_all_losses())
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return find_entry_points("thresher.losses", "loss")
+
+
+def _load(name: str) -> None:
+    """Import the package of a loss, which registers it."""
+    location = _entry_points()[name].value
+    try:
+        loss = _entry_points()[name].load()
+    except Exception as error:  # the package may raise anything
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"the loss {name} cannot be loaded from {location}: {problem}") from error
+    if _LOSSES.get(name) is not loss:
+        raise UserError(f"{location} is not registered as the loss {name}; decorate its class with @register({name!r})")
+
+
+def _all_losses() -> dict[str, type[Loss]]:
+    """Load the losses of all packages; one that cannot be loaded is an error where it is named, and left out here."""
+    for name in _entry_points():
+        with suppress(UserError):
+            _load(name)
+    return _LOSSES
 
 
 def loss_class(name: str) -> type[Loss]:
     """Find a loss by name, or load one of the user by its location."""
     if ":" in name:
         return load_loss(name)
+    if name in _entry_points():
+        _load(name)
     if name not in _LOSSES:
         if name.endswith(".py"):
             raise UserError(f"pref_loss {name} names no function; write {name}:FUNCTION")
         if other := _OTHER_METHODS.get(name.lower().replace("-", "_")):
             raise UserError(f"pref_loss {name} is not a loss of thresher: {other} (see `thresher losses`)")
-        raise UserError(f"unknown loss {name!r}{_suggestion(name, _LOSSES)}; the losses are {', '.join(loss_names())}")
+        raise UserError(
+            f"unknown loss {name!r}{_suggestion(name, _all_losses())}; the losses are {', '.join(loss_names())}"
+        )
     return _LOSSES[name]
 
 
@@ -133,7 +173,7 @@ def describe() -> list[LossRow]:
     """List all losses with the information needed to choose one."""
     return [
         LossRow(name, parameter_defaults(name), cls.paper, cls.needs_reference, (cls.__doc__ or "").splitlines()[0])
-        for name, cls in sorted(_LOSSES.items())
+        for name, cls in sorted(_all_losses().items())
     ]
 
 

@@ -1,13 +1,13 @@
 """Per-pair scores, computed once from the per-token logps; every loss is a formula over them.
 
-The modifiers are applied here: f-DPO, LD-DPO, WPO, and the reward shift of R-DPO and the margin column. They work with
-every loss that lists them in `supports`.
+The modifiers are applied here: f-DPO, LD-DPO, WPO, humanline's clamp, and the reward shift of R-DPO and the margin
+column. They work with every loss that lists them in `supports`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps, ObjectiveInputs, ResponseLogps, segment_sums, to_fp64
+from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, ResponseLogps, segment_sums, to_fp64
 from thresher.losses.parameters import FINITE
 
 DivergenceName = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -47,12 +47,18 @@ class FDivergence:
             return 1.0 - (-log_ratio).clamp(max=_MAX_EXPONENT).exp()  # f'(t) = 1 - 1/t
         if self.name == "js_divergence":
             return math.log(2.0) + F.logsigmoid(log_ratio)  # f'(t) = log(2t / (1 + t))
-        slope = self.coef - 1.0
-        # Below 1e-6 the limit log t is more accurate than the quotient.
-        if self.name == "alpha_divergence" and abs(slope) >= 1e-6:
-            # f'(t) = (t^(coef-1) - 1) / (coef - 1); expm1 keeps the digits that exp - 1 would lose
-            return torch.expm1((slope * log_ratio).clamp(max=_MAX_EXPONENT)) / slope
+        if self.name == "alpha_divergence":
+            return power_score(log_ratio, self.coef - 1.0)  # f'(t) = (t^(coef-1) - 1) / (coef - 1)
         return log_ratio  # f'(t) = log t + 1; the 1 cancels in every difference
+
+
+def power_score(log_value: Tensor, exponent: float) -> Tensor:
+    """Compute (t^exponent - 1) / exponent from log t without overflow; log t is its limit at exponent 0."""
+    # Below 1e-6 the limit is more accurate than the quotient.
+    if abs(exponent) < 1e-6:
+        return log_value
+    # expm1 keeps the digits that exp - 1 would lose
+    return torch.expm1((exponent * log_value).clamp(max=_MAX_EXPONENT)) / exponent
 
 
 def ld_token_weights(side: ResponseLogps, shared_lengths: Tensor, ld_alpha: float) -> Tensor:
@@ -64,6 +70,12 @@ def ld_token_weights(side: ResponseLogps, shared_lengths: Tensor, ld_alpha: floa
     limits = torch.repeat_interleave(shared_lengths, side.lengths, output_size=side.values.numel())
     ones = to_fp64(torch.ones_like(side.values))
     return torch.where(side.positions() < limits, ones, ld_alpha * ones)
+
+
+def clamped_log_ratios(policy: ResponseLogps, reference: ResponseLogps, bounds: tuple[float, float]) -> ResponseLogps:
+    """Humanline (2509.24207, as in HALOs): clamp the log ratio of each token; a clamped token has no gradient."""
+    ratios = to_fp64(policy.values) - to_fp64(reference.values).detach()
+    return replace(policy, values=ratios.clamp(*bounds))
 
 
 def reward_shift(
@@ -83,7 +95,7 @@ def reward_shift(
     return torch.stack(shifts).sum(0) if shifts else None
 
 
-def wpo_weights(policy: ChosenRejectedLogps) -> Tensor:
+def wpo_weights(policy: ExampleLogps) -> Tensor:
     """WPO (2406.11827, Eq. 2 with sampled alignment): weigh pairs by the policy's likelihood: [num_pairs], detached.
 
     A pair's weight is w(y_w) w(y_l) with w(y) = exp(mean over tokens of log p(y_t) - log sum_v p(v)^2): the likelihood
@@ -195,6 +207,7 @@ def score_pairs(
     length_penalty: float = 0.0,
     margin: float = 0.0,
     reference_free: bool = False,
+    clamp_log_ratio: tuple[float, float] | None = None,
 ) -> PairScores:
     """Sum the logps of each pair and apply the modifiers that act before a loss."""
     policy, reference = inputs.policy, inputs.reference
@@ -215,6 +228,11 @@ def score_pairs(
         reference_logps = ChosenRejected(sums(reference.chosen).detach(), sums(reference.rejected).detach())
     if reference_free or reference is not None:
         log_ratios = ChosenRejected(logps.chosen - reference_logps.chosen, logps.rejected - reference_logps.rejected)
+        if clamp_log_ratio and reference is not None:
+            log_ratios = ChosenRejected(
+                sums(clamped_log_ratios(policy.chosen, reference.chosen, clamp_log_ratio)),
+                sums(clamped_log_ratios(policy.rejected, reference.rejected, clamp_log_ratio)),
+            )
         to_score = f_divergence or FDivergence()
         scores = ChosenRejected(to_score(log_ratios.chosen), to_score(log_ratios.rejected))
         reference_scores = ReferenceScores(reference_logps, log_ratios, scores)
@@ -227,7 +245,7 @@ def _divide(sums: Tensor, lengths: Tensor) -> Tensor:
     return sums / lengths.clamp(min=1.0)
 
 
-def _check_inputs(policy: ChosenRejectedLogps, reference: ChosenRejectedLogps | None) -> None:
+def _check_inputs(policy: ExampleLogps, reference: ExampleLogps | None) -> None:
     if policy.chosen.num_pairs != policy.rejected.num_pairs:
         raise ValueError(
             f"{policy.chosen.num_pairs} chosen but {policy.rejected.num_pairs} rejected responses; "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from thresher.data.pair import PairBatch, scored_positions
+from thresher.data.example import ExampleBatch, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.loading.trained import widened_matrices
@@ -31,7 +31,7 @@ class LayoutError(UserError):
 
 
 @torch.no_grad()
-def check_logps(model: PairModel, layout: Layout, batch: PairBatch) -> None:
+def check_logps(model: PairModel, layout: Layout, batch: ExampleBatch) -> None:
     """Raise if the logps of a layout differ from the model's original forward."""
     inputs = layout.collate(batch)
     # flash kernels of GPUs have no fp32
@@ -55,7 +55,7 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
     """Return the logps, and the hidden states of the scored rows after each layer."""
     try:
         with _layer_outputs(model.backbone) as outputs:
-            sides = model.score(inputs)
+            logps = model.score(inputs)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         if not layout.needs_pair_attention:
             raise
@@ -69,18 +69,16 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
         is_kept = inputs.kept is not None and len(output) == len(inputs.kept.rows)
         rows = inputs.scored_in_kept if is_kept and inputs.scored_in_kept is not None else inputs.scored_rows
         layers.append(output[rows.to(output.device)])
-    return torch.cat([sides.chosen.values, sides.rejected.values]), layers
+    return torch.cat([side.values for side in logps.sides]), layers
 
 
-def _original_forward(model: PairModel, batch: PairBatch, *, scores_prompt: bool) -> tuple[Tensor, list[Tensor]]:
+def _original_forward(model: PairModel, batch: ExampleBatch, *, scores_prompt: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the same from the original forward: one sequence at a time, logits of the scored positions only."""
-    sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
-    sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
     logps, layers = [], []
-    for prompt, response, mask in sides:
-        scored = scored_positions(prompt, response, mask, with_prompt=scores_prompt)
+    for prompt, response in batch.sequences():
+        scored = scored_positions(prompt, response, with_prompt=scores_prompt)
         rows = torch.from_numpy(scored - 1).to(model.device)
-        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(model.device)
+        ids = torch.from_numpy(np.concatenate([prompt, response.ids]).astype(np.int64)).to(model.device)
         with (
             original_forward(model.causal_lm),
             model.precision(model.device),

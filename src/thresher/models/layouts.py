@@ -1,8 +1,8 @@
-"""Layouts: how the pairs of a micro-batch are arranged in a model's input. All layouts give the same logps.
+"""Layouts: how the examples of a micro-batch are arranged in a model's input. All layouts give the same logps.
 
-`packed` puts all pairs into one row, two sequences per pair, without padding. `shared` computes the prompt once:
-[prompt | chosen | rejected], where the rejected side does not attend to the chosen side and its positions continue
-after the prompt. `padded` has two rows per pair, right-padded to the longest; tests compare the others with it.
+`packed` puts all examples into one row, one sequence per response, without padding. `shared` computes the prompt once:
+[prompt | response 1 | response 2 ...], where no response attends to another and the positions of each continue after
+the prompt. `padded` has one row per response, right-padded to the longest; tests compare the others with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from thresher.data.pair import Pair, PairBatch, TokenIds, scored_positions
+from thresher.data.example import Example, ExampleBatch, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.attention.segments import KeptRows, PackedAttention, Segment
 from thresher.models.loading.load import soft_caps_scores
@@ -35,15 +35,14 @@ class ModelInputs:
     """Model inputs of one micro-batch, and the rows that predict its response tokens."""
 
     model_inputs: dict[str, Tensor]  # keyword arguments of the backbone's forward
-    # [num_scored] flat row of the hidden states that predicts each scored token: all chosen sides, then all rejected
+    # [num_scored] flat row of the hidden states that predicts each scored token: all first responses, then all second
     scored_rows: Tensor
     targets: Tensor  # [num_scored] the tokens to be predicted
-    chosen_lengths: Tensor  # [num_pairs] scored tokens
-    rejected_lengths: Tensor
-    num_useful_tokens: int  # of both sequences of every pair, the same in every layout
+    side_lengths: tuple[Tensor, ...]  # [num_pairs] scored tokens of each example's first response, of its second, ...
+    num_useful_tokens: int  # of all sequences, each a prompt with one response; the same in every layout
     num_padding_tokens: int
-    # [rows] how many tokens that predict another one each flat row stands for: 2 in a shared prompt, 0 in padding and
-    # at the end of a sequence; all layouts have the same sum
+    # [rows] how many tokens that predict another one each flat row stands for: one per response in a shared prompt, 0
+    # in padding and at the end of a sequence; all layouts have the same sum
     row_weights: Tensor
     num_shared_tokens: int = 0
     segments: tuple[Segment, ...] | None = None  # of packed rows; None: plain causal attention
@@ -52,12 +51,12 @@ class ModelInputs:
     scored_in_kept: Tensor | None = None
 
 
-def _check_tokens(batch: PairBatch, vocab_size: int | None) -> None:
+def _check_tokens(batch: ExampleBatch, vocab_size: int | None) -> None:
     """Reject an empty prompt, and ids that the models have no embedding for, before one indexes out of range."""
     for pair_id, pair in zip(batch.pair_ids, batch.pairs, strict=True):
         if len(pair.prompt_ids) == 0:
             raise UserError(f"pair {pair_id} has an empty prompt, so nothing predicts its first token")
-        for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+        for ids in (pair.prompt_ids, *(response.ids for response in pair.responses)):
             if vocab_size is not None and len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
                 outside = next(int(each) for each in ids if not 0 <= each < vocab_size)
                 raise UserError(
@@ -101,32 +100,29 @@ class PackedLayout:
     def name(self) -> str:
         return "shared" if self.shares_prompt else "packed"
 
-    def collate(self, batch: PairBatch) -> ModelInputs:
+    def collate(self, batch: ExampleBatch) -> ModelInputs:
         """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
         _check_tokens(batch, self.vocab_size)
         row = _PackedRow([], [], [], [])
-        sides: tuple[list[tuple[Rows, TokenIds]], ...] = ([], [])
-        for pair in batch.pairs:
+        scored = _ScoredTokens(batch)
+        for index, pair in enumerate(batch.pairs):
             packed = self._pack_shared(row, pair) if self.shares_prompt else self._pack_separate(row, pair)
-            for side, rows, ids, mask in zip(
-                sides, packed, (pair.chosen_ids, pair.rejected_ids), (pair.chosen_mask, pair.rejected_mask), strict=True
-            ):
-                scored = scored_positions(pair.prompt_ids, ids, mask, with_prompt=self.scores_prompt)
+            for side, (rows, response) in enumerate(zip(packed, pair.responses, strict=True)):
+                positions = scored_positions(pair.prompt_ids, response, with_prompt=self.scores_prompt)
                 # the row of a token predicts the next token of its sequence
-                side.append((rows[scored - 1], np.concatenate([pair.prompt_ids, ids])[scored]))
-        both = [*sides[0], *sides[1]]
-        scored_rows = np.concatenate([rows for rows, _ in both]).astype(np.int64)
+                targets = np.concatenate([pair.prompt_ids, response.ids])[positions]
+                scored.by_side[side][index] = rows[positions - 1], targets
+        scored_rows = scored.rows
         kept, scored_in_kept = _rows_to_keep(row.segments, scored_rows, self.uses_varlen)
-        num_useful = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch.pairs)
+        num_useful = sum(len(p.prompt_ids) + len(response.ids) for p in batch.pairs for response in p.responses)
         return ModelInputs(
             model_inputs={
                 "input_ids": torch.from_numpy(np.concatenate(row.tokens).astype(np.int64))[None],
                 "position_ids": torch.from_numpy(np.concatenate(row.positions))[None],
             },
             scored_rows=torch.from_numpy(scored_rows),
-            targets=torch.from_numpy(np.concatenate([ids for _, ids in both]).astype(np.int64)),
-            chosen_lengths=torch.tensor([len(ids) for _, ids in sides[0]], dtype=torch.int64),
-            rejected_lengths=torch.tensor([len(ids) for _, ids in sides[1]], dtype=torch.int64),
+            targets=torch.from_numpy(scored.targets),
+            side_lengths=scored.lengths,
             num_useful_tokens=num_useful,
             num_padding_tokens=0,
             row_weights=torch.from_numpy(np.concatenate(row.weights)),
@@ -138,30 +134,50 @@ class PackedLayout:
         )
 
     @staticmethod
-    def _pack_shared(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
-        """Append prompt, chosen and rejected; return the rows of each side's sequence."""
+    def _pack_shared(row: _PackedRow, pair: Example) -> list[Rows]:
+        """Append the prompt and the responses; return the rows of each response's sequence."""
         prompt_length = len(pair.prompt_ids)
-        start = row.add(pair.prompt_ids, 0, weight=2)
-        chosen = row.add(pair.chosen_ids[:-1], prompt_length)
-        row.segments.append(Segment(start, row.length))
-        rejected = row.add(pair.rejected_ids[:-1], prompt_length)
-        if row.length > rejected:
-            row.segments.append(Segment(rejected, row.length, start, start + prompt_length))
-        prompt = np.arange(start, start + prompt_length)  # the rows that both sides share
-        return (
-            np.concatenate([prompt, np.arange(chosen, chosen + len(pair.chosen_ids) - 1)]),
-            np.concatenate([prompt, np.arange(rejected, rejected + len(pair.rejected_ids) - 1)]),
-        )
+        start = row.add(pair.prompt_ids, 0, weight=len(pair.responses))
+        prompt = np.arange(start, start + prompt_length)  # the rows that all responses share
+        sequences = []
+        for number, response in enumerate(pair.responses):
+            first = row.add(response.ids[:-1], prompt_length)
+            sequences.append(np.concatenate([prompt, np.arange(first, row.length)]))
+            if number == 0:
+                row.segments.append(Segment(start, row.length))
+            elif row.length > first:
+                row.segments.append(Segment(first, row.length, start, start + prompt_length))
+        return sequences
 
     @staticmethod
-    def _pack_separate(row: _PackedRow, pair: Pair) -> tuple[Rows, Rows]:
-        rows = []
-        for ids in (pair.chosen_ids, pair.rejected_ids):
+    def _pack_separate(row: _PackedRow, pair: Example) -> list[Rows]:
+        sequences = []
+        for response in pair.responses:
             start = row.add(pair.prompt_ids, 0)
-            row.add(ids[:-1], len(pair.prompt_ids))
+            row.add(response.ids[:-1], len(pair.prompt_ids))
             row.segments.append(Segment(start, row.length))
-            rows.append(np.arange(start, row.length))
-        return rows[0], rows[1]
+            sequences.append(np.arange(start, row.length))
+        return sequences
+
+
+class _ScoredTokens:
+    """Rows and targets of a micro-batch's scored tokens by side: the first responses of all examples come first."""
+
+    def __init__(self, batch: ExampleBatch) -> None:
+        absent = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+        self.by_side: list[list[tuple[Rows, TokenIds]]] = [[absent] * len(batch) for _ in range(batch.num_sides)]
+
+    @property
+    def rows(self) -> Rows:
+        return np.concatenate([rows for side in self.by_side for rows, _ in side]).astype(np.int64)
+
+    @property
+    def targets(self) -> Rows:
+        return np.concatenate([targets for side in self.by_side for _, targets in side]).astype(np.int64)
+
+    @property
+    def lengths(self) -> tuple[Tensor, ...]:
+        return tuple(torch.tensor([len(rows) for rows, _ in side], dtype=torch.int64) for side in self.by_side)
 
 
 def _rows_to_keep(segments: list[Segment], scored_rows: Rows, uses_varlen: bool) -> tuple[KeptRows, Rows]:
@@ -198,7 +214,7 @@ def pad_to_multiple(batch: ModelInputs, size: int) -> ModelInputs:
 
 @dataclass(frozen=True)
 class PaddedLayout:
-    """All chosen rows, then all rejected rows."""
+    """A row per response: the first responses of all examples, then the second responses, and so on."""
 
     pad_id: int
     vocab_size: int | None = None  # of the smallest vocabulary
@@ -207,26 +223,27 @@ class PaddedLayout:
     shares_prompt: ClassVar[bool] = False
     needs_pair_attention: ClassVar[bool] = False
 
-    def collate(self, batch: PairBatch) -> ModelInputs:
+    def collate(self, batch: ExampleBatch) -> ModelInputs:
         """Pad and stack both sides; list the positions that predict scored tokens."""
         _check_tokens(batch, self.vocab_size)
-        sides = [(pair.prompt_ids, pair.chosen_ids, pair.chosen_mask) for pair in batch.pairs]
-        sides += [(pair.prompt_ids, pair.rejected_ids, pair.rejected_mask) for pair in batch.pairs]
-        width = max(len(prompt) + len(response) for prompt, response, _ in sides)
-        input_ids = np.full((len(sides), width), self.pad_id, dtype=np.int64)
-        attention_mask = np.zeros((len(sides), width), dtype=np.int64)
-        rows: list[TokenIds] = []
-        targets: list[TokenIds] = []
-        for i, (prompt, response, mask) in enumerate(sides):
-            end = len(prompt) + len(response)
-            input_ids[i, : len(prompt)] = prompt
-            input_ids[i, len(prompt) : end] = response
-            attention_mask[i, :end] = 1
-            scored = scored_positions(prompt, response, mask, with_prompt=self.scores_prompt)
+        responses = [
+            (side, index, pair.prompt_ids, pair.responses[side])
+            for side in range(batch.num_sides)
+            for index, pair in enumerate(batch.pairs)
+            if side < len(pair.responses)
+        ]
+        width = max(len(prompt) + len(response.ids) for _, _, prompt, response in responses)
+        input_ids = np.full((len(responses), width), self.pad_id, dtype=np.int64)
+        attention_mask = np.zeros((len(responses), width), dtype=np.int64)
+        scored = _ScoredTokens(batch)
+        for row, (side, index, prompt, response) in enumerate(responses):
+            end = len(prompt) + len(response.ids)
+            input_ids[row, : len(prompt)] = prompt
+            input_ids[row, len(prompt) : end] = response.ids
+            attention_mask[row, :end] = 1
+            positions = scored_positions(prompt, response, with_prompt=self.scores_prompt)
             # the hidden state at t predicts the token at t + 1
-            rows.append((i * width + scored - 1).astype(np.int32))
-            targets.append(input_ids[i, scored].astype(np.int32))
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+            scored.by_side[side][index] = row * width + positions - 1, input_ids[row, positions].astype(np.int32)
         num_useful = int(attention_mask.sum())
         # the last token of each sequence predicts nothing
         row_weights = np.pad(attention_mask[:, 1:], ((0, 0), (0, 1)))
@@ -234,12 +251,11 @@ class PaddedLayout:
             model_inputs={
                 "input_ids": torch.from_numpy(input_ids),
                 "attention_mask": torch.from_numpy(attention_mask),
-                "position_ids": torch.arange(width).expand(len(sides), width),
+                "position_ids": torch.arange(width).expand(len(responses), width),
             },
-            scored_rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
-            targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-            chosen_lengths=lengths[: len(batch)],
-            rejected_lengths=lengths[len(batch) :],
+            scored_rows=torch.from_numpy(scored.rows),
+            targets=torch.from_numpy(scored.targets),
+            side_lengths=scored.lengths,
             num_useful_tokens=num_useful,
             num_padding_tokens=input_ids.size - num_useful,
             row_weights=torch.from_numpy(row_weights.reshape(-1)),

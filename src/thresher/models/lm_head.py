@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.tensors import copy_to_device
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, ResponseLogps, TokenStatistics
+from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, ResponseLogps, TokenStatistics
 from thresher.models.layouts import ModelInputs
 
 # logits per slice: on a CPU a slice should fit into the cache; a GPU needs large products
@@ -293,16 +293,15 @@ def score_rows(
     return ScoredTokens(gather(logps), *statistics_of_all)
 
 
-def split_sides(batch: ModelInputs, tokens: ScoredTokens, device: torch.device) -> ChosenRejectedLogps:
-    """Split per-token values into chosen and rejected; chosen responses come first."""
-
-    def side(part: slice, lengths: Tensor) -> ResponseLogps:
-        statistics = (None if each is None else each[part] for each in tokens[1:])
-        return ResponseLogps(tokens.logps[part], copy_to_device(lengths, device), *statistics)
-
-    split = int(batch.chosen_lengths.sum())
-    return ChosenRejectedLogps(
-        side(slice(None, split), batch.chosen_lengths), side(slice(split, None), batch.rejected_lengths)
+def split_sides(batch: ModelInputs, tokens: ScoredTokens, device: torch.device) -> ExampleLogps:
+    """Split per-token values by side; the first responses of all examples come first."""
+    sizes = [int(lengths.sum()) for lengths in batch.side_lengths]
+    values = zip(*((None,) * len(sizes) if each is None else each.split(sizes) for each in tokens), strict=True)
+    return ExampleLogps(
+        tuple(
+            ResponseLogps(logps, copy_to_device(lengths, device), *statistics)
+            for lengths, (logps, *statistics) in zip(batch.side_lengths, values, strict=True)
+        )
     )
 
 

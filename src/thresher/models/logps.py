@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.tensors import copy_to_device, local_slices, to_local
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
+from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
 from thresher.models.layouts import Layout, ModelInputs, pad_to_multiple
@@ -100,13 +100,13 @@ class PairModel:
     def hidden_size(self) -> int:
         return int(self.base_model.config.get_text_config().hidden_size)
 
-    def score(self, batch: ModelInputs, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+    def score(self, batch: ModelInputs, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps:
         """Score the response tokens of a micro-batch, with gradients unless the caller disables them."""
         return self.split_sides(batch, self._run(partial(self._score, batch, statistics)))
 
     def score_with_load(
         self, batch: ModelInputs, *, statistics: TokenStatistics = NO_STATISTICS
-    ) -> tuple[ChosenRejectedLogps, ExpertLoad]:
+    ) -> tuple[ExampleLogps, ExpertLoad]:
         """Score a micro-batch, and add up the load of the experts of a mixture-of-experts model."""
         tokens, *load = self._run(partial(self._score_with_load, batch, statistics))
         return self.split_sides(batch, tokens), ExpertLoad(*load)
@@ -124,7 +124,7 @@ class PairModel:
         sequences, rows = self._padded(batch).model_inputs["input_ids"].shape
         return sequences, rows // self._num_shards, self.hidden_size
 
-    def split_sides(self, batch: ModelInputs, tokens: ScoredTokens) -> ChosenRejectedLogps:
+    def split_sides(self, batch: ModelInputs, tokens: ScoredTokens) -> ExampleLogps:
         """Split per-token values into chosen and rejected; chosen responses come first."""
         return split_sides(batch, tokens, self.device)
 

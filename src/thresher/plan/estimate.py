@@ -21,7 +21,16 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.check import check_axes, why_not_sequence_parallel
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.errors import UserError
-from thresher.plan.step import Axis, Cluster, Flops, StepTime, pipeline_model_flops, step_flops, step_time, wire_bytes
+from thresher.plan.step import (
+    Cluster,
+    Flops,
+    MeshDim,
+    StepTime,
+    pipeline_model_flops,
+    step_flops,
+    step_time,
+    wire_bytes,
+)
 from thresher.plan.workload import PairLengths, Workload, find_lengths, sample_workload
 
 
@@ -50,7 +59,7 @@ class StageEstimate:
 
     name: str
     memory: Memory
-    wire_bytes: dict[Axis, float]
+    wire_bytes: dict[MeshDim, float]
     flops: Flops
     time: StepTime
 

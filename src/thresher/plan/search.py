@@ -114,7 +114,7 @@ def search_meshes(estimate: Estimate) -> list[Proposal]:
 
 
 def possible_meshes(estimate: Estimate) -> Iterator[ParallelDims]:
-    """Every division of the GPUs, with tp and cp within a node unless those of the config are not."""
+    """Every division of the GPUs, with tp and cp within a node unless the config's are not."""
     cluster, own = estimate.cluster, estimate.dims
     most_inner = max(min(cluster.gpus_per_node, cluster.num_gpus), own.tp * own.cp)
     for tp in _divisors(cluster.num_gpus):

@@ -17,7 +17,7 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.models.optimizations.recompute import Recompute
 from thresher.plan.workload import Rows
 
-Axis = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp"]
+MeshDim = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp"]
 # share of a layer's forward that the backward repeats; selective recomputation keeps the results of products
 RECOMPUTED: Mapping[Recompute, float] = {"off": 0.0, "selective": 0.0, "full": 1.0}
 # AdamW reads weights, gradients and two moments, and writes all but the gradients
@@ -33,11 +33,11 @@ class Cluster:
     gpus_per_node: int
     num_gpus: int
 
-    def bandwidth(self, axis: Axis, dims: ParallelDims) -> float:
+    def bandwidth(self, mesh_dim: MeshDim, dims: ParallelDims) -> float:
         """Bytes per second of a group. Inner mesh dimensions are on adjacent ranks."""
         inner = dims.tp * dims.cp * dims.dp_shard
         extents = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp_shard": inner, "dp_replicate": inner * dims.dp_replicate}
-        return self.gpu.link(extents.get(axis, self.num_gpus), self.gpus_per_node)
+        return self.gpu.link(extents.get(mesh_dim, self.num_gpus), self.gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ def pipeline_model_flops(process: Process, rows: Rows) -> float:
     return step_flops(replace(process, dims=replace(process.dims, pp=1), stage=0), rows).model
 
 
-def wire_bytes(process: Process, rows: Rows, micro_batches: float) -> dict[Axis, float]:
+def wire_bytes(process: Process, rows: Rows, micro_batches: float) -> dict[MeshDim, float]:
     """Bytes that a process sends in a step, in ring collectives."""
     dims, size, settings, compute = process.dims, process.size, process.settings, process.compute
     stored, full = process.stored, process.recompute == "full"
     scores = process.reference is not None
     hidden = rows.total / dims.cp * size.hidden
-    sent: dict[Axis, float] = {}
+    sent: dict[MeshDim, float] = {}
     if dims.fsdp_size > 1:
         # layers in the compute precision, with ZeRO-3 again in the backward; embedding and head once, as stored
         layers, outer = compute * process.matrices.total, stored * (process.elements.total - process.matrices.total)
@@ -136,7 +136,7 @@ class StepTime:
 
     compute: float
     optimizer: float
-    communication: dict[Axis, float]
+    communication: dict[MeshDim, float]
     exposed: float  # communication that nothing hides
     bubble: float  # idle time of a pipeline
 
@@ -152,7 +152,7 @@ def step_time(
     micro_batches: float,
     compiled: Compiled,
     *,
-    flops: Flops | None = None,  # if not those of the process's settings
+    flops: Flops | None = None,  # if not by the process's settings
     exposed_tp: float = 1.0,  # share of the messages of tp that products wait for; less with torchtitan's async TP
 ) -> StepTime:
     """Expected time of a step.
@@ -166,7 +166,7 @@ def step_time(
     trained = process.stored * process.elements.trained / dims.fsdp_size
     optimizer = _OPTIMIZER_PASSES * trained / (MEMORY_RATE * gpu.memory_bandwidth)
     sent = wire_bytes(process, rows, micro_batches)
-    seconds = {axis: size / cluster.bandwidth(axis, dims) for axis, size in sent.items()}
+    seconds = {mesh_dim: size / cluster.bandwidth(mesh_dim, dims) for mesh_dim, size in sent.items()}
     # ZeRO-1 gathers in the first forward of a step, and reduces in the last backward
     covering = compute / max(1.0, micro_batches) if process.settings.zero_stage == 1 else compute
     waiting = exposed_tp * seconds.get("tp", 0.0) + seconds.get("cp", 0.0)

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from thresher.builders.data import data_settings, find_store
 from thresher.config import DPOConfig
-from thresher.data.batching.batches import MicroBatching
+from thresher.data.batching.batches import MicroBatching, num_sequences
 from thresher.data.batching.plan import Plan
 from thresher.data.prepare.prepare import prepare
-from thresher.data.store.reader import Lengths, PairStore
+from thresher.data.store.reader import ExampleStore, Lengths
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 
@@ -32,7 +32,7 @@ _SAMPLED_STEPS, _SAMPLED_RANKS = 8, 64
 
 @dataclass(frozen=True)
 class PairLengths:
-    lengths: Lengths  # [pairs, (prompt, chosen, rejected)]
+    lengths: Lengths  # [examples, (prompt, response, response...)]
     source: str  # where they come from, for the report
     is_assumed: bool = False
 
@@ -47,7 +47,7 @@ def find_lengths(config: DPOConfig, tokenizer: PreTrainedTokenizerBase, pairs_pe
             with tempfile.TemporaryDirectory() as directory:
                 path = Path(directory) / "store"
                 prepare(data_settings(config, config.actor_train.data_args), tokenizer, path)
-                lengths = np.array(_training_lengths(config, PairStore.open(path)))
+                lengths = np.array(_training_lengths(config, ExampleStore.open(path)))
             return PairLengths(lengths, "pairs prepared for this plan")
         reason = "the pairs are not prepared"
     except (UserError, OSError) as error:
@@ -57,7 +57,7 @@ def find_lengths(config: DPOConfig, tokenizer: PreTrainedTokenizerBase, pairs_pe
     return _assumed(config, pairs_per_step, reason)
 
 
-def _training_lengths(config: DPOConfig, store: PairStore) -> Lengths:
+def _training_lengths(config: DPOConfig, store: ExampleStore) -> Lengths:
     if config.validation is not None and config.validation.split is not None:
         store = store.split(config.validation.split, config.seed)[0]
     return store.lengths
@@ -84,11 +84,11 @@ class Rows:
     total: int  # in the model's input, padding included
     scored: int  # that reach the LM head
     attended: int  # keys that the queries attend to, summed
-    useful: int  # tokens of both sequences of the pairs
+    useful: int  # tokens of the sequences, of which an example has one per response
 
 
 def rows_of(lengths: Lengths, layout: Layout) -> Rows:
-    """Count the rows of a micro-batch: lengths [pairs, (prompt, chosen, rejected)]."""
+    """Count the rows of a micro-batch: lengths [examples, (prompt, response, response...)]."""
     return rows_of_batches(lengths, [np.arange(len(lengths))], layout)[0]
 
 
@@ -98,17 +98,18 @@ def rows_of_batches(lengths: Lengths, batches: Sequence[npt.NDArray[np.int64]], 
         return ()
     order, sizes = np.concatenate(batches), [len(batch) for batch in batches]
     starts = np.cumsum([0, *sizes[:-1]])
-    prompt, chosen, rejected = lengths[order].astype(np.int64).T
-    both = (prompt + chosen, prompt + rejected)
-    useful = both[0] + both[1]
-    scored = useful - 2 if layout.scores_prompt else chosen + rejected
+    prompt, responses = lengths[order, 0].astype(np.int64), lengths[order, 1:].astype(np.int64)
+    count = num_sequences(lengths[order])
+    sequences = (prompt[:, None] + responses) * (responses > 0)
+    useful = sequences.sum(axis=1)
+    scored = useful - count if layout.scores_prompt else responses.sum(axis=1)
     if layout.needs_pair_attention:
-        total, attended = useful - 2, _causal(both[0] - 1) + _causal(both[1] - 1)
+        total, attended = useful - count, _causal(sequences - 1).sum(axis=1)
         if layout.shares_prompt:
-            total, attended = prompt + chosen - 1 + np.maximum(rejected - 1, 0), attended - _causal(prompt)
+            total, attended = total - (count - 1) * prompt, attended - (count - 1) * _causal(prompt)
     else:
-        width = np.maximum.reduceat(np.maximum(*both), starts).repeat(sizes)
-        total, attended = 2 * width, 2 * _causal(width)
+        width = np.maximum.reduceat(sequences.max(axis=1), starts).repeat(sizes)
+        total, attended = count * width, count * _causal(width)
     sums = np.add.reduceat(np.stack([total, scored, attended, useful], axis=1), starts)
     return tuple(Rows(*numbers) for numbers in sums.tolist())
 
@@ -180,5 +181,5 @@ def _padded_rows(lengths: Lengths, pairs_per_batch: int) -> float:
     """Rows of padded micro-batches of consecutive pairs."""
     widths = (lengths[:, :1] + lengths[:, 1:]).max(axis=1).astype(np.int64)
     starts = np.arange(0, len(widths), pairs_per_batch)
-    sizes = np.diff([*starts, len(widths)])
-    return float(2 * (sizes * np.maximum.reduceat(widths, starts)).sum())
+    rows = np.add.reduceat(num_sequences(lengths), starts)
+    return float((rows * np.maximum.reduceat(widths, starts)).sum())

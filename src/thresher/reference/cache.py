@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,14 +42,8 @@ logger = logging.getLogger(__name__)
 
 Logps = npt.NDArray[np.float32]
 
+NO_LOGPS = np.zeros(0, dtype=np.float32)  # of a response that an example does not have
 _LOGPS = pa.list_(pa.field("item", pa.float32(), nullable=False))
-SCHEMA = pa.schema(
-    [
-        pa.field("key", pa.binary(HASH_BYTES), nullable=False),
-        pa.field("chosen", _LOGPS, nullable=False),
-        pa.field("rejected", _LOGPS, nullable=False),
-    ]
-)
 IDENTITY_NAME = "identity.json"
 PARTIAL = ".partial-"
 DAMAGED = ".damaged"
@@ -89,18 +85,24 @@ class CacheShard:
 
     def __init__(self, path: Path) -> None:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        if not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
+        num_sides = len(reader.schema) - 1
+        if not reader.schema.equals(_schema(num_sides)) or reader.num_record_batches != 1:
             raise ValueError("unexpected columns")
         batch = reader.get_batch(0)
         # without this, lists that extend beyond the file would crash the process
         batch.validate()
         self.keys: Hashes = fixed_width_values(batch.column(0), HASH_DTYPE)
-        self._sides = [list_views(batch.column(at)) for at in (1, 2)]
+        self._sides = [list_views(batch.column(at)) for at in range(1, 1 + num_sides)]
 
-    def logps(self, row: int) -> tuple[Logps, Logps]:
-        """Return the logps of one pair, chosen and rejected, as views of the file."""
-        chosen, rejected = (values[offsets[row] : offsets[row + 1]] for offsets, values in self._sides)
-        return chosen, rejected
+    def logps(self, row: int) -> list[Logps]:
+        """Return the logps of each response of an example, as views of the file; none of an absent response."""
+        return [values[offsets[row] : offsets[row + 1]] for offsets, values in self._sides]
+
+
+def _schema(num_sides: int) -> Any:
+    names = ("chosen", "rejected") if num_sides == 2 else [f"response_{number}" for number in range(num_sides)]
+    key = pa.field("key", pa.binary(HASH_BYTES), nullable=False)
+    return pa.schema([key, *(pa.field(name, _LOGPS, nullable=False) for name in names)])
 
 
 def read_keys(path: Path) -> Hashes:
@@ -118,7 +120,7 @@ class ShardWriter:
     def __init__(self, directory: Path) -> None:
         self.written: list[ShardFile] = []
         self._directory = directory
-        self._pairs: list[tuple[bytes, Logps, Logps]] = []
+        self._pairs: list[tuple[bytes, Sequence[Logps]]] = []
         self._num_bytes = 0
         self._started = 0.0
 
@@ -128,12 +130,12 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self._flush()
 
-    def add(self, key: bytes, chosen: Logps, rejected: Logps) -> None:
-        """Add one pair's logps."""
+    def add(self, key: bytes, sides: Sequence[Logps]) -> None:
+        """Add one example's logps: of its first response, of its second, ..."""
         if not self._pairs:
             self._started = time.monotonic()
-        self._pairs.append((key, chosen, rejected))
-        self._num_bytes += HASH_BYTES + chosen.nbytes + rejected.nbytes
+        self._pairs.append((key, sides))
+        self._num_bytes += HASH_BYTES + sum(side.nbytes for side in sides)
 
     def end_block(self) -> None:
         """Write the shard if it is full; a block is never divided between shards."""
@@ -148,15 +150,15 @@ class ShardWriter:
             self.written.append(write_shard(self._directory, *zip(*pairs, strict=True)))
 
 
-def write_shard(
-    directory: Path, keys: Sequence[bytes], chosen: Sequence[Logps], rejected: Sequence[Logps]
-) -> ShardFile:
-    """Write logps as a shard, atomically and flushed to the disk."""
+def write_shard(directory: Path, keys: Sequence[bytes], logps: Sequence[Sequence[Logps]]) -> ShardFile:
+    """Write the logps of each example as a shard, atomically and flushed to the disk."""
     hashes = pa.Array.from_buffers(pa.binary(HASH_BYTES), len(keys), [None, pa.py_buffer(b"".join(keys))])
-    columns = [hashes, list_array(chosen, _LOGPS), list_array(rejected, _LOGPS)]
+    by_side = list(itertools.zip_longest(*logps, fillvalue=NO_LOGPS))
+    schema = _schema(len(by_side))
+    columns = [hashes, *(list_array(side, _LOGPS) for side in by_side)]
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     content = sink.getvalue()
     sha256 = hashlib.sha256(content).hexdigest()
     created = time.time_ns() // 1_000_000
@@ -256,8 +258,8 @@ class FoundLogps:
     def is_missing(self, positions: Positions | slice = slice(None)) -> npt.NDArray[np.bool_]:
         return self._locations[positions] < 0
 
-    def logps(self, position: int) -> tuple[Logps, Logps]:
-        """Read the logps of one pair, chosen and rejected."""
+    def logps(self, position: int) -> list[Logps]:
+        """Read the logps of one example's responses."""
         location = int(self._locations[position])
         if location < 0:
             raise KeyError(f"the pair at position {position} is not in the cache")

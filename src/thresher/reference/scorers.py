@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,15 +16,17 @@ from torch import Tensor
 
 from thresher.checkpoint.state import load_weights
 from thresher.data.batching.batches import Blocks
+from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.data.store.arrow_schema import hash_pair
-from thresher.data.store.reader import HASH_DTYPE, PairStore
+from thresher.data.store.reader import HASH_DTYPE
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import Engine, TrainEngine
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
-from thresher.reference.cache import FoundLogps, Logps, ReferenceCache, ShardWriter
+from thresher.errors import UserError
+from thresher.losses.pairs import ExampleLogps, ResponseLogps, empty_logps, map_tensors
+from thresher.reference.cache import NO_LOGPS, FoundLogps, Logps, ReferenceCache, ShardWriter
 from thresher.reference.step_zero_check import Forwards
 
 
@@ -33,20 +36,20 @@ class ReferenceScorer(Protocol):
     @property
     def seconds_per_pair(self) -> float: ...
 
-    def logps(self, batch: PairBatch) -> ChosenRejectedLogps: ...
+    def logps(self, batch: ExampleBatch) -> ExampleLogps: ...
 
 
 @dataclass(frozen=True)
 class LiveReference:
     """Score on demand, with a frozen model or with the policy's adapter disabled."""
 
-    score: Callable[[PairBatch], ChosenRejectedLogps]
+    score: Callable[[ExampleBatch], ExampleLogps]
     device: torch.device
     seconds_per_pair: float = 0.0
 
-    def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
+    def logps(self, batch: ExampleBatch) -> ExampleLogps:
         scored = self.score(batch)
-        return ChosenRejectedLogps(_on_device(scored.chosen, self.device), _on_device(scored.rejected, self.device))
+        return map_tensors(scored, lambda tensor: copy_to_device(tensor, self.device))
 
 
 class PrecomputedReference:
@@ -60,7 +63,7 @@ class PrecomputedReference:
     def __init__(
         self,
         cache: ReferenceCache,
-        source: PairStore,
+        source: Examples,
         pair_ids: PairIds,
         *,
         blocks: Blocks,
@@ -93,7 +96,7 @@ class PrecomputedReference:
 
     def iter_score_missing(
         self,
-        score: Callable[[PairBatch], ChosenRejectedLogps],
+        score: Callable[[ExampleBatch], ExampleLogps],
         *,
         dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
@@ -125,40 +128,51 @@ class PrecomputedReference:
             start += len(hashes)
         self._found = self._cache.find(keys)
 
-    def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
+    def begin(self, seconds_per_pair: float) -> None:
+        """Find what other processes have scored; raise if pairs are missing still."""
+        if self.num_missing:
+            self.lookup()
+        if self.num_missing:
+            raise UserError(
+                f"reference workers scored {self.num_missing} pairs that a policy worker cannot find in "
+                f"{self._cache.directory.parent}; set reference.cache_dir to a directory that all nodes share"
+            )
+        self.seconds_per_pair = seconds_per_pair
+
+    def logps(self, batch: ExampleBatch) -> ExampleLogps:
         """Read the logps of a micro-batch."""
         if not len(batch):
             return empty_logps(self._device)
-        pairs = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
-        chosen, rejected = zip(*pairs, strict=True)
-        return ChosenRejectedLogps(_concatenate(chosen, self._device), _concatenate(rejected, self._device))
+        found = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
+        sides = list(itertools.zip_longest(*found, fillvalue=NO_LOGPS))[: batch.num_sides]
+        return ExampleLogps(tuple(_concatenate(side, self._device) for side in sides))
 
     def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
         is_missing = self._is_wanted & self._found.is_missing()
         of_blocks = np.logical_or.reduceat(is_missing, self._starts) if len(self._starts) else is_missing
-        # assigned before cached blocks are excluded: other ranks write meanwhile, and all must assign alike
+        # assigned before cached blocks are excluded: other ranks write meanwhile, and all must assign the same way
         of_blocks = dp_group.world.broadcast_object(of_blocks)
         is_local = np.arange(len(self._blocks)) % dp_group.size == dp_group.rank
         return [int(block) for block in self._blocks[is_local & of_blocks]]
 
     def _score_block(
-        self, block: int, score: Callable[[PairBatch], ChosenRejectedLogps], writer: ShardWriter | None
+        self, block: int, score: Callable[[ExampleBatch], ExampleLogps], writer: ShardWriter | None
     ) -> None:
         ids = self._all_blocks.pairs(np.array([block]))
         batch = self._source.read(ids)
-        sides = score(batch)
+        scored = score(batch)
         self.num_scored += len(batch)
         if writer is None:
             return
-        chosen, rejected = (_split(side) for side in (sides.chosen, sides.rejected))
+        by_side = [_split(side) for side in scored.sides]
         is_missing = self._found.is_missing(self._positions(ids))
         for index in np.flatnonzero(is_missing).tolist():
             # the hash of the scored tokens, not the one in the store
-            writer.add(hash_pair(batch.pairs[index]).pair, chosen[index], rejected[index])
+            writer.add(hash_pair(batch.pairs[index]).pair, [side[index] for side in by_side])
         writer.end_block()
 
     def _positions(self, pair_ids: PairIds) -> PairIds:
-        """Positions of pairs among those of the blocks that were looked up."""
+        """Positions of pairs among the pairs of the blocks that were looked up."""
         blocks = self._all_blocks.containing(pair_ids)
         at = np.searchsorted(self._blocks, blocks)
         is_known = np.take(self._blocks, at, mode="clip") == blocks
@@ -174,11 +188,8 @@ def _split(side: ResponseLogps) -> list[Logps]:
 
 def _concatenate(responses: Sequence[Logps], device: torch.device) -> ResponseLogps:
     lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
-    return _on_device(ResponseLogps(torch.from_numpy(np.concatenate(responses)), lengths), device)
-
-
-def _on_device(side: ResponseLogps, device: torch.device) -> ResponseLogps:
-    return ResponseLogps(copy_to_device(side.values, device), copy_to_device(side.lengths, device))
+    values = torch.from_numpy(np.concatenate(responses))
+    return ResponseLogps(copy_to_device(values, device), copy_to_device(lengths, device))
 
 
 STEM = "reference"
@@ -214,10 +225,26 @@ class Reference:
     train: ReferenceScorer | None = None
     validation: ReferenceScorer | None = None
     equals_policy: bool = False  # at step 0, up to the rounding of different forwards
-    forwards: Forwards = "other axes"
+    forwards: Forwards = "other mesh"
     synced: SyncedReference | None = None
 
     @property
     def cached(self) -> list[PrecomputedReference]:
         """The scorers that read the cache; none outside of mode precompute."""
         return [each for each in (self.train, self.validation) if isinstance(each, PrecomputedReference)]
+
+    @property
+    def num_found(self) -> int:
+        """Pairs of the run that the cache has."""
+        return sum(each.num_found for each in self.cached)
+
+    @property
+    def num_missing(self) -> int:
+        """Pairs of the run that the cache lacks."""
+        return sum(each.num_missing for each in self.cached)
+
+    def begin(self, seconds_per_pair: float | None) -> None:
+        """Read the filled cache; seconds_per_pair is what filling it has cost, None if that was not needed."""
+        if seconds_per_pair is not None:
+            for each in self.cached:
+                each.begin(seconds_per_pair)

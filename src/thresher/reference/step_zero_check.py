@@ -13,16 +13,16 @@ from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.loading.load import DTYPES
 
-# what the forwards of policy and reference have in common: all, the parallel axes, or only the weights
-Forwards = Literal["same", "other batches", "other axes"]
+# what the forwards of policy and reference have in common: all, the mesh, or only the weights
+Forwards = Literal["same", "other batches", "other mesh"]
 # mean difference of a logp in nats, the largest that benchmarks/step_zero.py measured; the table of
 # docs/internals/step-0-noise.md
 MEASURED_NOISE = {
-    torch.float32: {"other batches": 3e-7, "other axes": 2.2e-6},
-    torch.bfloat16: {"other batches": 2.5e-2, "other axes": 2.9e-2},
+    torch.float32: {"other batches": 3e-7, "other mesh": 2.2e-6},
+    torch.bfloat16: {"other batches": 2.5e-2, "other mesh": 2.9e-2},
     # an eighth of bf16, which has three bits less; measured up to 2.3e-3, on a CPU whose fp16 products add up in the
     # same order in any batch
-    torch.float16: {"other batches": 3.1e-3, "other axes": 3.6e-3},
+    torch.float16: {"other batches": 3.1e-3, "other mesh": 3.6e-3},
 }
 # deeper models and other kernels are noisier than what was measured, and a false alarm stops a run; in bf16 and fp16
 # there is less room below the effect of a wrong setting
@@ -40,7 +40,7 @@ def tolerance(dtype: torch.dtype, forwards: Forwards, num_tokens: int) -> float:
 
 @torch.no_grad()
 def check_step_zero(
-    policy: Scorer, first: MicroBatch, objective: Objective, dtype: str, forwards: Forwards = "other axes"
+    policy: Scorer, first: MicroBatch, objective: Objective, dtype: str, forwards: Forwards = "other mesh"
 ) -> None:
     """Raise if margins do not start at 0, or if the loss does not start at its zero-margin value (ln 2 for DPO)."""
     if first.reference is None:
@@ -48,7 +48,7 @@ def check_step_zero(
     scored = policy.score(first.pairs, statistics=objective.statistics)
     if not len(first.pairs):  # a dummy batch, scored for lockstep with other ranks
         return
-    sides = ((scored.chosen, first.reference.chosen), (scored.rejected, first.reference.rejected))
+    sides = zip(scored.sides, first.reference.sides, strict=True)
     differences = torch.cat([(actual.values - expected.values).abs() for actual, expected in sides])
     distance, limit = differences.mean().item(), tolerance(DTYPES[dtype], forwards, differences.numel())
     if not distance <= limit:

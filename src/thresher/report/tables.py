@@ -1,7 +1,7 @@
 """The parts of a report besides charts: tables with one column per run, and the records of runs.
 
-Records are samples, health events, recoveries, skipped steps and data reports. The limit of throughput is that of the
-same steps without padding or waiting.
+Records are samples, health events, recoveries, skipped steps and data reports. The limit of throughput is for
+the same steps without padding or waiting.
 """
 
 from __future__ import annotations

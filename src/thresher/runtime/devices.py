@@ -116,7 +116,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def bind_to_cores(cores: set[int]) -> str:
-    """Run every thread of this process on those of its cores that are in `cores`, if there are any; describe it."""
+    """Run every thread of this process on its cores that are in `cores`, if it has any of them; describe it."""
     chosen = cores & os.sched_getaffinity(0)
     if not chosen:
         return (

@@ -17,8 +17,9 @@ from thresher.builders.reference_mode import ReferenceMode, reference_has_worker
 from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.errors import RescaleRequested
+from thresher.models.layouts import Layout
 from thresher.reference.cache import cache_root
-from thresher.runtime.rank import PolicyRank, RankReport
+from thresher.runtime.rank import PolicyRank
 from thresher.training.trainer import EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -88,17 +89,19 @@ class Runtime:
         # the ranks' config may name fewer workers than the run's, whose plan it must not change
         of_ranks = inputs.replace(config=self.config, plan=inputs.plan)
         of_ranks = with_token_budget(of_ranks, checkpoint, self.smallest_gpu)
-        report = self.load(of_ranks, checkpoint)
-        inputs = inputs.replace(layout=report.layout, max_tokens=of_ranks.max_tokens)
-        return StartedRun(self, inputs, checkpoint, report, show_progress)
+        layout, notes = self.load(of_ranks, checkpoint)
+        for note in notes:
+            logger.warning("%s", note)
+        inputs = inputs.replace(layout=layout, max_tokens=of_ranks.max_tokens)
+        return StartedRun(self, inputs, checkpoint, show_progress)
 
     def smallest_gpu(self) -> Hardware | None:
         return self.ranks.on_all(PolicyRank.smallest_gpu)
 
-    def load(self, inputs: RunInputs, checkpoint: Path | None) -> RankReport:
-        """Load the models, and build the trainers."""
-        self.ranks.on_all(PolicyRank.load, inputs)
-        return self.ranks.on_all(PolicyRank.build, checkpoint)
+    def load(self, inputs: RunInputs, checkpoint: Path | None) -> tuple[Layout, tuple[str, ...]]:
+        """Load the models, and build the trainers; return the layout that the policy supports, and warnings."""
+        layout, _ = self.ranks.on_all(PolicyRank.load, inputs)
+        return layout, self.ranks.on_all(PolicyRank.build, checkpoint)
 
     def release_scorers(self) -> None:
         """Called when the reference cache is filled."""
@@ -115,7 +118,6 @@ class StartedRun:
     runtime: Runtime
     inputs: RunInputs  # the driver's, with the ranks' layout and token budget
     checkpoint: Path | None  # what the run resumes from
-    report: RankReport
     show_progress: ProgressCallback
     _is_saved: bool = False
 
@@ -125,16 +127,16 @@ class StartedRun:
 
     @property
     def step(self) -> int:
-        return self.report.step
+        return self.ranks.on_all(PolicyRank.step)
 
     @property
     def last_evaluation(self) -> Mapping[str, float]:
-        return self.report.last_evaluation
+        return self.ranks.on_all(PolicyRank.last_evaluation)
 
     @property
     def devices(self) -> str:
         """The hardware of the run, for people."""
-        size, nodes, device = len(self.ranks), self.ranks.num_nodes, self.report.device
+        size, nodes, device = len(self.ranks), self.ranks.num_nodes, self.ranks.on_all(PolicyRank.device)
         is_local = isinstance(self.ranks, LocalRanks)
         return device if is_local else f"{size} x {device} on {nodes} node{'s' if nodes > 1 else ''}"
 
@@ -150,18 +152,18 @@ class StartedRun:
 
     def begin(self, *, to_evaluate: bool = False) -> None:
         """Precompute the reference and check step 0, before the first step."""
-        inputs, report = self.inputs, self.report
-        seconds_per_pair = None
+        inputs, seconds_per_pair = self.inputs, None
         if inputs.mode == "precompute":
             # a run that has made all steps needs no reference to train
-            if to_evaluate or report.step < inputs.plan.num_steps:
+            if to_evaluate or self.step < inputs.plan.num_steps:
                 seconds_per_pair = self._score_missing() / inputs.plan.num_visits
             self.runtime.release_scorers()
         self.ranks.on_all(PolicyRank.begin, seconds_per_pair)
 
     def _score_missing(self) -> float:
         """Fill the cache; return the elapsed seconds."""
-        started, num_missing = time.perf_counter(), self.report.num_missing
+        started = time.perf_counter()
+        num_cached, num_missing = self.ranks.on_all(PolicyRank.count_cached)
         share = scored_by = ""
         if not isinstance(self.ranks, LocalRanks):
             has_workers = reference_has_workers(self.inputs.config, self.inputs.mode)
@@ -170,7 +172,7 @@ class StartedRun:
             scorers = self.runtime.scorers or self.ranks
             for what, done, total in scorers.stream(PolicyRank.score_missing):
                 self.show_progress(f"scoring the reference: {what} pairs{share}", done, total)
-        log_scored(self.inputs, self.report.num_cached, num_missing, scored_by)
+        log_scored(self.inputs, num_cached, num_missing, scored_by)
         return time.perf_counter() - started if num_missing else 0.0
 
     def run(self, until: int) -> Iterator[Record]:

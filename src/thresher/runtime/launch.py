@@ -94,7 +94,7 @@ def fit_to_launch(config: DPOConfig, launch: Launch | None) -> DPOConfig:
 
 
 def _num_tasks(environ: Mapping[str, str]) -> int:
-    # SLURM_NTASKS may be that of the job
+    # SLURM_NTASKS may be the job's
     return _integer(environ, "SLURM_STEP_NUM_TASKS", _integer(environ, "SLURM_NTASKS", 1))
 
 

@@ -3,7 +3,8 @@
 Calls travel through the store of the launcher's rendezvous as signed JSON, so waiting has no timeout, however long
 preparation takes. Arguments that JSON does not have are broadcast by the process group, which starts with the models;
 the call has their digest. The first rank that fails claims the failure, and all others end with its exit code. A rank
-that has ended without a word is found by its missing heartbeats, where rank 0 waits for it outside of collectives.
+that ends or is stopped without a word is found by its missing heartbeats: by rank 0 where it waits for the others
+outside of collectives, and rank 0 itself by all others at any time.
 """
 
 from __future__ import annotations
@@ -41,13 +42,12 @@ logger = logging.getLogger(__name__)
 _ROLE, _EXIT, _FAILURE, _HEARTBEAT = "actor_train", "exit", "failure", "heartbeat"
 # what rank 0 may request of the other ranks
 _CALLS_TO_START = {"receive", "join", "smallest_gpu", "find_damage", "load", "build", "score_missing", "begin"}
+_QUESTIONS = {"device", "step", "last_evaluation", "count_cached"}
 _CALLS_TO_TRAIN = {"run", "stopped_at", "evaluate_and_record", "save", "wait_for_saves"}
 _MAX_POLL_INTERVAL = 0.25
 # a rank that lost a connection waits this long for the error of the rank that closed it
 _SECONDS_FOR_CAUSE = 5.0
 _SECONDS_TO_EXIT = 10.0
-# a rank is lost when this share of the polls of one heartbeat_timeout has found no new heartbeat
-_SHARE_MISSED = 0.75
 _RANK_0_ENDED = "rank 0 has ended without saying why; see what it printed, then rerun the same command to resume"
 Values = Mapping[str, Any]
 T = TypeVar("T")
@@ -75,7 +75,8 @@ class LaunchSession:
         try:
             self._request(method, *arguments)
             yield
-            silence = _SilenceDetector(self.store, range(1, self.launch.size), timeout)
+            others = range(1, self.launch.size)
+            silence = _SilenceDetector(lambda rank: int(self.store.add(f"{_HEARTBEAT}/{rank}", 0)), others, timeout)
             found = self._poll(lambda: self._others_have_finished() or self._failure_of_peer() or silence.find())
             if isinstance(found, Exception):
                 raise found
@@ -113,7 +114,8 @@ class LaunchSession:
                     raise SystemExit(self._report(error, rank)) from error
                 if method == "begin":  # as rank 0 does now
                     stack.enter_context(stop_on_signals(rank.config.stop_file, rank.config.graceful_stop_timeout))
-                self.store.add(f"done/{number}", 1)
+                with _ends_with_rank_0():
+                    self.store.add(f"done/{number}", 1)
         (code,) = arguments
         if not code:
             _destroy_process_group()
@@ -147,20 +149,15 @@ class LaunchSession:
             _broadcast(bytearray(pickled))
 
     def _receive(self, number: int) -> tuple[str, tuple[Any, ...]]:
-        try:
+        with _ends_with_rank_0():
             method, arguments, digest = self._poll(lambda: self.messages.find(f"call/{number}"))
-            if method not in {_EXIT} | _CALLS_TO_START | _CALLS_TO_TRAIN:
-                raise UserError(f"rank 0 requests {method!r}, which is no call of a run")
+            if method not in {_EXIT} | _CALLS_TO_START | _QUESTIONS | _CALLS_TO_TRAIN:
+                raise UserError(f"rank 0 requests {method!r}, which is not a call of a run")
             if digest is not None:
                 pickled = _broadcast(bytearray(arguments))
                 if _digest(pickled) != digest:  # not of rank 0: unpickling it would execute what it says
                     raise UserError(f"the arguments of {method} were changed on the way; check who is in this network")
                 arguments = pickle.loads(pickled)  # noqa: S301  # of rank 0
-        except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
-            logger.error("%s", _RANK_0_ENDED)
-            raise SystemExit(exit_code_of(UserError(_RANK_0_ENDED))) from None
         return method, arguments
 
     def _others_have_finished(self) -> bool:
@@ -215,7 +212,7 @@ class LaunchSession:
             self.end_watch()  # of an earlier run
             self._heartbeat_timeout = timeout
             end_stalls = watch_stalls(timeout, lambda seconds: self._end_stuck(rank, seconds, timeout))
-            end_heartbeats = self.send_heartbeats(timeout) if self.launch.rank else lambda: None
+            end_heartbeats = self.send_heartbeats(timeout, lambda message: self._end(rank, message))
 
             def end() -> None:
                 end_stalls()
@@ -223,33 +220,52 @@ class LaunchSession:
 
             self.end_watch = end
 
-    def send_heartbeats(self, timeout: float) -> Callable[[], None]:
-        """Show rank 0 that this process exists while its main thread waits or computes; return what ends it."""
-        # a client of its own: the main thread's one is busy while it waits for a key
+    def send_heartbeats(self, timeout: float, when_silent: Callable[[str], None]) -> Callable[[], None]:
+        """Show the others that this process exists while its main thread waits or computes; return what ends it.
+
+        when_silent: called with a message if rank 0, which the others follow, sends no heartbeats.
+        """
+        # its own client: the main thread's one is busy while it waits for a key
         store = self.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        ended = threading.Event()
+        ended, count_of_rank_0 = threading.Event(), 0
 
         def send() -> None:
+            nonlocal count_of_rank_0
             with contextlib.suppress(dist.DistError):  # the store has ended
                 while not ended.wait(poll_interval(timeout)):
                     store.add(f"{_HEARTBEAT}/{self.launch.rank}", 1)
+                    count_of_rank_0 = int(store.add(f"{_HEARTBEAT}/0", 0))
 
-        # not in the thread that finds stalls: the store does not answer while the process that hosts it is stopped
-        thread = threading.Thread(target=send, name="heartbeats", daemon=True)
-        thread.start()
+        def listen() -> None:
+            # stalls of a step are found first, which have a better message
+            silence = _SilenceDetector(lambda _: count_of_rank_0, range(1), timeout, share=1.0)
+            while not ended.wait(poll_interval(timeout)):
+                if (error := silence.find()) is not None:
+                    when_silent(str(error))
+                    return
+
+        # two threads: the store does not answer while the process that hosts it is stopped
+        works = [send, listen] if self.launch.rank else [send]
+        threads = [threading.Thread(target=work, name="heartbeats", daemon=True) for work in works]
+        for thread in threads:
+            thread.start()
 
         def end() -> None:
             ended.set()
-            thread.join(_SECONDS_FOR_CAUSE)
+            for thread in threads:
+                thread.join(_SECONDS_FOR_CAUSE)
 
         return end
 
     def _end_stuck(self, rank: PolicyRank, seconds: float, timeout: float) -> None:
-        """Called in a thread, while the main one waits for a rank that may be that of the store."""
         message = (
             f"no progress for {seconds:.0f} s in {heartbeat().activity}: another rank hangs, or the step needs longer "
             f"than heartbeat_timeout={timeout:g}; rerun the same command to resume, with a larger one if it does"
         )
+        self._end(rank, message)
+
+    def _end(self, rank: PolicyRank, message: str) -> None:
+        """Called in a thread, while the main one waits for a rank that may host the store."""
         rank.log_stacks()
         is_first = _within(_SECONDS_FOR_CAUSE, self._is_first_to_fail)  # None: the process of the store is the one
         if is_first is not False:
@@ -278,13 +294,26 @@ class LaunchSession:
         return code
 
 
+@contextlib.contextmanager
+def _ends_with_rank_0() -> Iterator[None]:
+    """Report a lost connection as the end of rank 0, which hosts the store."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        logger.error("%s", _RANK_0_ENDED)
+        raise SystemExit(exit_code_of(UserError(_RANK_0_ENDED))) from None
+
+
 class _SilenceDetector:
     """Finds a rank whose heartbeats have stopped. Polls count, not the clock, for the reason of StallDetector."""
 
-    def __init__(self, store: Store, ranks: range, timeout: float):
-        self._store, self._ranks = store, ranks
+    def __init__(self, count: Callable[[int], int], ranks: range, timeout: float, share: float = 0.75):
+        """count: heartbeats of a rank. share: of the polls of one timeout, after which a rank without any is lost."""
+        self._count, self._ranks = count, ranks
         self._interval = poll_interval(timeout)
-        self._max_polls = _SHARE_MISSED * timeout / self._interval
+        self._max_polls = share * timeout / self._interval
         self._counts: dict[int, int] = {}
         self._num_polls: Counter[int] = Counter()
         self._next_poll = time.monotonic() + self._interval  # most calls have finished by then
@@ -295,7 +324,7 @@ class _SilenceDetector:
             return None
         self._next_poll = time.monotonic() + self._interval
         for rank in self._ranks:
-            count = int(self._store.add(f"{_HEARTBEAT}/{rank}", 0))
+            count = self._count(rank)
             self._num_polls[rank] = self._num_polls[rank] + 1 if self._counts.get(rank) == count else 0
             self._counts[rank] = count
             if self._num_polls[rank] >= self._max_polls:
@@ -355,7 +384,7 @@ def _digest(content: bytes | bytearray) -> str:
 
 
 def _broadcast(content: bytearray) -> bytearray:
-    """Fill the bytes with those of rank 0."""
+    """Fill the bytes with rank 0's."""
     dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), src=0)
     return content
 

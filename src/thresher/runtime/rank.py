@@ -10,8 +10,7 @@ import faulthandler
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,18 @@ from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.config import DPOConfig
 from thresher.distributed.groups import SINGLE_PROCESS, Metrics
 from thresher.engines.engine import TrainEngine
-from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.observability.details import DETAIL
 from thresher.observability.heartbeat import heartbeat, set_activity
 from thresher.observability.run_log import WORKERS, LogFile, open_worker_log
 from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
-from thresher.reference.cache import cache_root
 from thresher.reference.scorers import Reference
 from thresher.reference.step_zero_check import check_step_zero
 from thresher.runtime.devices import prepare_cuda
 from thresher.training.trainer import EvaluationRecord, RankTrainer, Record
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """A policy rank that is ready to begin."""
-
-    step: int
-    last_evaluation: Mapping[str, float]
-    layout: Layout
-    hidden_size: int
-    device: str
-    num_cached: int  # pairs of the run whose reference logps the cache has; 0 outside of mode precompute
-    num_missing: int  # those that it lacks
-    notes: tuple[str, ...]  # warnings for the user
 
 
 class Rank:
@@ -76,7 +59,7 @@ class Rank:
         self._device_notes = [f"device: {self._device}", *prepare_cuda(self._device, self._dump_prefix)]
 
     def log_stacks(self) -> None:
-        """Write the stacks of all threads to the log, and the last collectives of NCCL beside it."""
+        """Write the stacks of all threads to the log, and NCCL's last collectives next to it."""
         if self._log is not None:
             logger.warning("no worker makes progress; %s; stacks of this one:", heartbeat().activity)
             faulthandler.dump_traceback(self._log.stream)
@@ -133,16 +116,20 @@ class PolicyRank(Rank):
         set_activity(f"verifying {checkpoint.name}")
         return find_damage(checkpoint, self._world)
 
-    def load(self, inputs: RunInputs) -> None:
-        """Load the policy and check it on real pairs."""
+    def load(self, inputs: RunInputs) -> tuple[Layout, int]:
+        """Load the policy and check it on real pairs; return the layout that it supports, and its hidden size."""
         set_activity("loading the policy")
         inputs = inputs.replace(config=self.config)
         self._policy, layout, self._notes = build_checked_policy(inputs, device=self._device, world=self._world)
         self._inputs = inputs.replace(layout=layout)
         logger.info("loaded the policy on %s", self._policy.device, extra=DETAIL)
+        return layout, self._policy.hidden_size
 
-    def build(self, checkpoint: Path | None, reference_workers: tuple[Any, ...] = ()) -> RankReport:
-        """Build the trainer, and restore a checkpoint if there is one. reference_workers: what scores the reference."""
+    def build(self, checkpoint: Path | None, reference_workers: tuple[Any, ...] = ()) -> tuple[str, ...]:
+        """Build the trainer, and restore a checkpoint if there is one; return warnings for the user.
+
+        reference_workers: what scores the reference.
+        """
         set_activity("building the trainer" if checkpoint is None else f"reading {checkpoint.name}")
         inputs, policy = self._inputs, self._policy
         first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
@@ -150,20 +137,24 @@ class PolicyRank(Rank):
         self.trainer = build_trainer(inputs, policy, self.reference)
         notes = [] if checkpoint is None else resume(self.trainer, self.config, checkpoint)
         logger.info("ready at step %d of %d", self.trainer.state.step, inputs.plan.num_steps, extra=DETAIL)
-        return RankReport(
-            self.trainer.step,
-            self.trainer.last_evaluation,
-            inputs.layout,
-            policy.hidden_size,
-            str(policy.device),
-            num_cached=sum(split.num_found for split in self.reference.cached),
-            num_missing=sum(split.num_missing for split in self.reference.cached),
-            notes=(*self._notes, *notes),
-        )
+        return *self._notes, *notes
 
     def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:  # noqa: ARG002
         """Open the reference: from the cache, or in this process. Ray's workers may have another one."""
         return open_reference(self._inputs, self._policy)
+
+    def device(self) -> str:
+        return str(self._policy.device)
+
+    def step(self) -> int:
+        return self.trainer.step
+
+    def last_evaluation(self) -> dict[str, float]:
+        return self.trainer.last_evaluation
+
+    def count_cached(self) -> tuple[int, int]:
+        """Count the run's pairs whose reference logps the cache has, and those that it lacks."""
+        return self.reference.num_found, self.reference.num_missing
 
     def score_missing(self) -> Iterator[ScoringProgress]:
         """Score this rank's share of the pairs that the cache lacks, with the reference next to the policy; free it."""
@@ -175,23 +166,13 @@ class PolicyRank(Rank):
 
     def begin(self, seconds_per_pair: float | None) -> None:
         """Run the step-0 check; seconds_per_pair is the cost of precomputing reference logps, None without it."""
-        if seconds_per_pair is not None:
-            for split in self.reference.cached:
-                if split.num_missing:  # other processes have filled the cache
-                    split.lookup()
-                if split.num_missing:
-                    raise UserError(
-                        f"reference workers scored {split.num_missing} pairs that a policy worker cannot find in "
-                        f"{cache_root(self.config.reference_cache_dir)}; set reference.cache_dir to a directory that "
-                        "all nodes share"
-                    )
-                split.seconds_per_pair = seconds_per_pair
+        self.reference.begin(seconds_per_pair)
         set_activity("checking the policy against the reference")
         trainer, reference = self.trainer, self.reference
         if trainer.state.step == 0 and reference.equals_policy and (first := trainer.first_micro_batch()) is not None:
             dtype = self.config.actor_train.model_args.dtype
             check_step_zero(trainer.engine, first, trainer.objective, dtype, reference.forwards)
-        self.trainer.clock.restart()
+        trainer.clock.restart()
 
     def run(self, until: int) -> Iterator[Record]:
         """Train up to a step, yielding the records to log."""

@@ -19,7 +19,7 @@ _MAX_SLOWDOWN = 2.0
 class StallDetector:
     """Decides from the heartbeats of all workers whether the run has stopped to advance.
 
-    Ranks of one step wait for each other, so that all of them stop if one does. While any worker advances, such as one
+    Ranks of one step wait for each other, so all of them stop if one does. While any worker advances, such as one
     that scores the reference for the others, the run is not stuck. Polls count, not the clock: after the driver was
     suspended, the workers still have time.
     """

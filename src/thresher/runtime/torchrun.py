@@ -58,7 +58,7 @@ class LaunchedRank(PolicyRank):
     def join(self) -> int:
         """Join the process group; return the number of nodes."""
         store = PrefixStore("process group", self._store)
-        address = _address_among_ranks(store, self._launch)
+        address = address_among_ranks(store, self._launch)
         self._world = init_process_group(self._rank, self._size, store, address, self._device)
         return len(set(self._world.all_gather_object(socket.gethostname())))
 
@@ -116,7 +116,7 @@ def device_of_rank(launch: Launch, config: DPOConfig) -> torch.device:
     return claim_gpu(f"rank {launch.rank} of {launch.size}", index)
 
 
-def _address_among_ranks(store: Store, launch: Launch) -> str:
+def address_among_ranks(store: Store, launch: Launch) -> str:
     """Return the address of this node in the network of all ranks; empty if there is no way to it."""
     address = _local_address(*launch.master)
     names = [f"address/{rank}" for rank in range(launch.size)]

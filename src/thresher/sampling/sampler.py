@@ -27,13 +27,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from thresher import durable
 from thresher.checkpoint.state import capture_rng, restore_rng
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch, Response
 from thresher.data.rows.formats import FORMAT_BY_NAME, to_preference_row, with_system
 from thresher.data.rows.parsing import BadRowError, parse_row
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.data.tokenization.chat_template import Template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
-from thresher.data.tokenization.tokenizer import PairTokenizer
+from thresher.data.tokenization.tokenizer import RowTokenizer
 from thresher.engines.engine import TrainEngine
 from thresher.engines.native.build import infer_engine
 from thresher.errors import UserError
@@ -60,7 +60,7 @@ def file_prompts(
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read samples.prompts_file {path}: {error}") from error
-    to_tokens = PairTokenizer(tokenizer, template, ControlTokens(tokenizer, template).placeholders)
+    to_tokens = RowTokenizer(tokenizer, template, ControlTokens(tokenizer, template).placeholders)
     found: dict[tuple[int, ...], Prompt] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -75,7 +75,7 @@ def file_prompts(
             (tokenized,) = to_tokens([render(pair, template, tokenizer)])
         except BadRowError as error:
             raise UserError(f"line {number} of {path} is not a prompt: {error}; fix or remove it") from error
-        token_ids = tuple(tokenized.pair.prompt_ids.tolist())
+        token_ids = tuple(tokenized.example.prompt_ids.tolist())
         found.setdefault(token_ids, Prompt(_shown(row["prompt"]), token_ids))
         if len(found) == num_prompts:
             break
@@ -84,7 +84,7 @@ def file_prompts(
     return list(found.values())
 
 
-def store_prompts(store: PairStore, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
+def store_prompts(store: ExampleStore, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
     """The first distinct prompts of the pairs."""
     found: dict[tuple[int, ...], Prompt] = {}
     for pair_id in range(len(store)):
@@ -201,13 +201,13 @@ class AnswerSampler:
     ) -> list[float]:
         """The logp of each answer, by the code that scores pairs in training."""
         scorer, logps = infer_engine(model, self.layout, model.dtype), []
-        pairs = []
+        examples = []
         for texts in zip(prompts, answers, strict=True):
             prompt, answer = (np.array(token_ids, dtype=np.int32) for token_ids in texts)
-            pairs.append(Pair(prompt, answer, answer[-1:]))  # a side may not be empty, and only the first is read
-        for start in range(0, len(pairs), _PAIRS_PER_BATCH):
-            batch = tuple(pairs[start : start + _PAIRS_PER_BATCH])
-            scored = scorer.score(PairBatch(np.arange(start, start + len(batch), dtype=np.int64), batch))
+            examples.append(Example(prompt, (Response(answer),)))
+        for start in range(0, len(examples), _PAIRS_PER_BATCH):
+            batch = tuple(examples[start : start + _PAIRS_PER_BATCH])
+            scored = scorer.score(ExampleBatch(np.arange(start, start + len(batch), dtype=np.int64), batch))
             logps += scored.chosen.sums().tolist()
         return logps
 

@@ -16,15 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.arrow_schema import hash_pair
-from thresher.data.store.reader import PairStore
 from thresher.distributed.groups import DataParallelGroup
 from thresher.engines.engine import StepOutcome
 from thresher.engines.nonfinite import NonFiniteStep
-from thresher.losses.metrics import MetricSum, merge_metrics
+from thresher.losses.comparisons import compare
+from thresher.losses.metrics import MetricSum, mean_values, merge_metrics
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ObjectiveInputs
+from thresher.losses.responses import ResponseScores
 from thresher.observability.trackers.jsonl import encode_number
 
 
@@ -56,8 +58,8 @@ class TrainerState:
         self.window = merge_metrics([self.window, floats])
 
     def pop_means(self) -> dict[str, float]:
-        """Return the means since the last call, without those of no pair, and start a new window."""
-        means = {name: metric.mean for name, metric in self.window.items() if metric.count}
+        """Return the means since the last call, except of metrics without an example, and start a new window."""
+        means = mean_values(self.window)
         self.window = {}
         return means
 
@@ -106,7 +108,7 @@ class SkippedStep:
 
 
 def describe_skipped(
-    nonfinite: NonFiniteStep, state: TrainerState, store: PairStore, pair_ids: PairIds, max_consecutive: int
+    nonfinite: NonFiniteStep, state: TrainerState, store: Examples, pair_ids: PairIds, max_consecutive: int
 ) -> SkippedStep:
     """Describe a step that state has already recorded; pair_ids are all pairs of the step."""
     consecutive = state.skipped_in_a_row
@@ -140,7 +142,7 @@ class EvaluatedPairs:
 class PairSampler:
     """Collects the values of every n-th pair on each rank, at most MAX_PAIRS over all ranks."""
 
-    def __init__(self, objective: Objective, store: PairStore, max_pairs: int = MAX_PAIRS):
+    def __init__(self, objective: Objective, store: Examples, max_pairs: int = MAX_PAIRS):
         self._objective = objective
         self._store = store
         self._interval = -(-len(store) // max_pairs)
@@ -166,7 +168,19 @@ class PairSampler:
 
 
 def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:
-    rewards, policy, reference = objective.rewards(inputs), inputs.policy, inputs.reference
+    """Values of each example: of the best and the worst response of a list, or of a single response, with its label."""
+    if objective.reads == "labels":
+        responses = ResponseScores.of(inputs)
+        of_reference = responses.reference_logps
+        columns = {
+            "label": responses.values[:, 0],
+            "rewards/response": objective.label_rewards(responses),
+            "logps/response": responses.logps[:, 0],
+            "lengths/response": responses.lengths[:, 0],
+        }
+        return columns if of_reference is None else columns | {"reference_logps/response": of_reference[:, 0]}
+    compared = compare(inputs, "best_worst")
+    rewards, policy, reference = objective.rewards(compared.inputs), compared.inputs.policy, compared.inputs.reference
     columns = {
         "rewards/chosen": rewards.chosen,
         "rewards/rejected": rewards.rejected,
@@ -178,7 +192,7 @@ def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]
     if reference is not None:
         columns["reference_logps/chosen"] = reference.chosen.sums()
         columns["reference_logps/rejected"] = reference.rejected.sums()
-    return columns
+    return {name: compared.per_example(each, inputs.num_pairs) for name, each in columns.items()}
 
 
 def _rounded(value: float) -> float:

@@ -22,12 +22,14 @@ from thresher.checkpoint.save import Write
 from thresher.checkpoint.state import capture_rng, load_state, merge_rng, restore_rng, restore_rng_of_rank, save_state
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching, ScoringBatching
+from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds, Plan
-from thresher.data.store.reader import Lengths, PairStore
+from thresher.data.store.reader import Lengths
 from thresher.distributed.groups import PEER_TIMEOUT, Metrics, limit_collectives
 from thresher.engines.accumulate import Evaluation, MicroBatch, StepDiscarded
 from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
+from thresher.losses.metrics import mean_values
 from thresher.losses.objective import Objective
 from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activity, pace_after, set_activity
 from thresher.observability.machine import memory_metrics
@@ -76,8 +78,8 @@ class RankTrainer:
         objective: Objective,
         plan: Plan,
         *,
-        train: PairStore,
-        validation: PairStore | None,
+        train: Examples,
+        validation: Examples | None,
         reference: Reference,
         micro_batching: MicroBatching,
         eval_batching: ScoringBatching,
@@ -234,7 +236,7 @@ class RankTrainer:
             metrics = evaluation.metrics()
         if (pairs := sampler.gather(dp_group)) is not None:
             yield pairs
-        yield {f"eval/{name}": metric.mean for name, metric in metrics.items() if float(metric.count)}
+        yield {f"eval/{name}": mean for name, mean in mean_values(metrics).items()}
 
     def save(self) -> Path:
         """Save a checkpoint of this step and return its path; collective.
@@ -295,7 +297,7 @@ class RankTrainer:
         return self._read(self._train, self._reference.train, _with_empty(by_rank[rank], max(map(len, by_rank))))
 
     def _read(
-        self, store: PairStore, reference: ReferenceScorer | None, batches: Sequence[PairIds]
+        self, store: Examples, reference: ReferenceScorer | None, batches: Sequence[PairIds]
     ) -> Iterator[MicroBatch]:
         for ids in batches:
             pairs = store.read(ids)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.engines.parity import LAYOUTS, PAIRS, Case, Outcome, gather_full, make_trainer
 from thresher.builders.engines import build_policy, build_reference
 from thresher.config import DPOConfig, parse_config
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
 
@@ -51,7 +51,7 @@ def train_from_config(
     world = world_of_pool()
     config = config_of(policy_dir, world.size, axes, **model_args)
     policy = build_policy(config, LAYOUTS[layout], device=torch.device("cpu"), world=world)
-    policy.check_logps(PairBatch(np.arange(2), tuple(PAIRS[:2])))
+    policy.check_logps(ExampleBatch(np.arange(2), tuple(PAIRS[:2])))
     if "lora_rank" in model_args:
         score = policy.score_base
     else:
@@ -74,7 +74,7 @@ def start_against_one_process(policy_dir: Path, axes: dict[str, int], dtype: str
     config = config_of(policy_dir, world.size, axes, dtype=dtype)
     policy = build_policy(config, layout, device=device, world=world)
     reference = build_reference(config, layout, device=device)
-    batch = PairBatch(np.arange(4), tuple(PAIRS[4 * world.rank :][:4]))
+    batch = ExampleBatch(np.arange(4), tuple(PAIRS[4 * world.rank :][:4]))
     ours, theirs = policy.score(batch), reference.score(batch)
     distance = max(
         (ours.chosen.values - theirs.chosen.values).abs().max().item(),

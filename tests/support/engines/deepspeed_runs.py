@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from tests.support.engines.parity import PAIRS, Case, Outcome, make_trainer, train_parallel
 from tests.support.engines.saved_runs import Run, build_policy, build_trainer
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.errors import UserError
 
 
 def score_partitioned(case: Case, model_dir: Path) -> list[list[float]]:
     """Score the pairs of this rank with the reference of a case; return the logps of each batch."""
     reference = case.engine.reference(case, model_dir)
-    reference.check_logps(PairBatch(np.arange(2), tuple(PAIRS[:2])))
+    reference.check_logps(ExampleBatch(np.arange(2), tuple(PAIRS[:2])))
     pairs = PAIRS[reference.dp_group.rank :: reference.dp_group.size]
     batches = [tuple(pairs[i : i + 3]) for i in range(0, len(pairs), 3)]
-    scored = [reference.score(PairBatch(np.arange(len(batch)), batch)) for batch in batches]
+    scored = [reference.score(ExampleBatch(np.arange(len(batch)), batch)) for batch in batches]
     return [torch.cat([sides.chosen.values, sides.rejected.values]).tolist() for sides in scored]
 
 
@@ -50,7 +50,7 @@ def load_error(run: Run, checkpoint: Path) -> str:
 def score_base_and_policy(case: Case, model_dir: Path) -> tuple[list[float], list[float], list[float]]:
     """Logps before training, then after a step with the adapter disabled and with it."""
     policy = case.engine.policy(case, model_dir)
-    batch = PairBatch(np.arange(4), tuple(PAIRS[:4]))
+    batch = ExampleBatch(np.arange(4), tuple(PAIRS[:4]))
     before = policy.score(batch).chosen.values.tolist()
     make_trainer(policy, None, case).training_step()
     return before, policy.score_base(batch).chosen.values.tolist(), policy.score(batch).chosen.values.tolist()

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.support.engines.config_runs import config_of, world_of_pool
-from tests.support.engines.parity import CPU, LAYOUTS, NUM_STEPS, Case, axes_text, make_trainer
+from tests.support.engines.parity import CPU, LAYOUTS, NUM_STEPS, Case, make_trainer, mesh_text
 from tests.support.engines.saved_runs import Run
 from tests.support.megatron_cpu import use_cpu_as_cuda
 from thresher.builders.engines import build_policy
 from thresher.config.roles import TrainingArgs
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.megatron.declaration import MegatronSettings
@@ -39,7 +39,7 @@ class MegatronEngine:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return f"megatron {axes_text(self.sizes)}"
+        return f"megatron {mesh_text(self.sizes)}"
 
     def policy(self, case: Case, path: Path) -> Any:
         return self._build_train(path, case.layout, case.dtype, case.training, case.trained, case)
@@ -129,7 +129,7 @@ def train_with_skipped_step(case: Case, policy_dir: Path, reference_dir: Path) -
     return steps
 
 
-def score_with_and_without_adapter(case: Case, path: Path, batch: PairBatch) -> tuple[Tensor, Tensor]:
+def score_with_and_without_adapter(case: Case, path: Path, batch: ExampleBatch) -> tuple[Tensor, Tensor]:
     """Scores of a policy whose adapter was trained for some steps, and those of its base."""
     engine: Any = case.engine
     policy = engine.policy(case, path)
@@ -141,7 +141,7 @@ def score_with_and_without_adapter(case: Case, path: Path, batch: PairBatch) -> 
 
 
 def load_adapter(
-    case: Case, path: Path, adapter_dir: Path, batch: PairBatch
+    case: Case, path: Path, adapter_dir: Path, batch: ExampleBatch
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The adapter on disk as a policy has it, and the scores of that policy and of a reference with this adapter."""
     from thresher.engines.megatron.build import build_infer
@@ -156,7 +156,7 @@ def load_adapter(
     return engine.full_weights(policy), ours, theirs
 
 
-def check_logps(path: Path, axes: dict[str, int], layout: Layout, batch: PairBatch) -> str | None:
+def check_logps(path: Path, axes: dict[str, int], layout: Layout, batch: ExampleBatch) -> str | None:
     """Build a policy from a config and run its start-up check; return its error."""
     use_cpu_as_cuda()
     from thresher.engines.megatron.parallel import destroy_groups
@@ -176,7 +176,7 @@ def check_logps(path: Path, axes: dict[str, int], layout: Layout, batch: PairBat
 class ReversedPositions(PackedLayout):
     """Packed rows that are wrong in every layer."""
 
-    def collate(self, batch: PairBatch) -> ModelInputs:
+    def collate(self, batch: ExampleBatch) -> ModelInputs:
         inputs = super().collate(batch)
         inputs.model_inputs["position_ids"] = inputs.model_inputs["position_ids"].flip(1)
         return inputs

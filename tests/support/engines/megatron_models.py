@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from tests.support.engines.parity import CPU, LAYOUTS
 from tests.support.megatron_cpu import use_cpu_as_cuda
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.engines.megatron.declaration import MegatronSettings, MegatronSizes
 from thresher.models.layouts import ModelInputs
 from thresher.models.loading.load import load_model
@@ -66,7 +66,7 @@ def score(
     path: Path,
     sizes: MegatronSizes,
     layouts: Sequence[str],
-    batch: PairBatch,
+    batch: ExampleBatch,
     dtype: torch.dtype = torch.float32,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Tensor | None]:
@@ -77,7 +77,7 @@ def score(
 
 
 def gradients(
-    path: Path, sizes: MegatronSizes, layout: str, batches: Sequence[PairBatch], **options: Any
+    path: Path, sizes: MegatronSizes, layout: str, batches: Sequence[ExampleBatch], **options: Any
 ) -> list[HFPiece]:
     """The gradients of the pieces that this rank holds, of a weighted sum of the logps of all batches.
 
@@ -115,13 +115,13 @@ def weights(path: Path, sizes: MegatronSizes) -> tuple[list[HFPiece], int, int]:
     return pieces, num_read, sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
 
 
-def native_logps(path: Path, layout: str, batch: PairBatch) -> Tensor:
+def native_logps(path: Path, layout: str, batch: ExampleBatch) -> Tensor:
     model = PairModel.for_layout(load_model(str(path)), torch.float32, LAYOUTS[layout])
     with torch.no_grad():
         return _native_score(model, layout, batch)
 
 
-def native_gradients(path: Path, layout: str, batches: Sequence[PairBatch]) -> dict[str, Tensor]:
+def native_gradients(path: Path, layout: str, batches: Sequence[ExampleBatch]) -> dict[str, Tensor]:
     model = PairModel.for_layout(load_model(str(path)), torch.float32, LAYOUTS[layout])
     for batch in batches:
         weighted_sum(_native_score(model, layout, batch)).backward()
@@ -147,7 +147,7 @@ def assemble(by_rank: Sequence[Sequence[HFPiece]], atol: float = 0.0) -> dict[st
     return full
 
 
-def _native_score(model: PairModel, layout: str, batch: PairBatch) -> Tensor:
+def _native_score(model: PairModel, layout: str, batch: ExampleBatch) -> Tensor:
     sides = model.score(LAYOUTS[layout].collate(batch))
     return torch.cat([sides.chosen.values, sides.rejected.values])
 

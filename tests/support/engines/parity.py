@@ -26,16 +26,17 @@ from thresher.checkpoint.manager import CheckpointManager
 from thresher.config import DPOConfig
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
+from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan
 from thresher.data.batching.plan import Plan
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.distributed.groups import DataParallelGroup
-from thresher.distributed.mesh import AXES, Mesh, ParallelDims
+from thresher.distributed.mesh import MESH_DIMS, Mesh, ParallelDims
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.build import infer_engine, train_engine
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.losses.objective import Objective
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ExampleLogps
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.loading.adapters import LoraSettings
@@ -61,13 +62,15 @@ LAYOUTS: dict[str, Layout] = {
     "padded": PaddedLayout(pad_id=0),
     "shared, varlen": PackedLayout(shares_prompt=True, uses_varlen=True),
 }
-LOSSES_WITH_REFERENCE = ("sigmoid", "ipo", "aot")
+LOSSES_WITH_REFERENCE = ("sigmoid", "ipo", "aot", "kto", "plackett_luce")
 LOSS_PARAMETERS = {
     "sigmoid": {"beta": BETA},
     "ipo": {"beta": BETA},
     "simpo": {"beta": BETA, "gamma": GAMMA},
     "orpo": {},
     "aot": {"beta": BETA},
+    "kto": {"beta": BETA, "undesirable_weight": 1.5},
+    "plackett_luce": {"beta": BETA},
 }
 # metrics that depend on the clock and the machine
 _NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
@@ -110,14 +113,14 @@ class Case:
 
     def __str__(self) -> str:
         """A name for `pytest -k`."""
-        where = axes_text(self.sizes) if self.engine is None else f"{self.engine} {self.sizes.num_processes}"
+        where = mesh_text(self.sizes) if self.engine is None else f"{self.engine} {self.sizes.num_processes}"
         parts = (where, self.layout, self.loss, self.family, self.also)
         return "-".join(filter(None, parts)).replace(" ", "_")
 
     @property
     def case_values(self) -> dict[str, str]:
         """What CI must run at least once (tests/support/ci_cases.py)."""
-        mesh = axes_text(self.sizes)
+        mesh = mesh_text(self.sizes)
         return {
             "mesh": mesh,
             "mesh, layout": f"{mesh}, {self.layout}",
@@ -139,7 +142,8 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        return Plan(NUM_PAIRS, seed=3, pairs_per_step=self.pairs_per_step, num_steps=NUM_STEPS)
+        kind = VisitPlan if self.loss == "kto" else Plan
+        return kind(NUM_PAIRS, seed=3, pairs_per_step=self.pairs_per_step, num_steps=NUM_STEPS)
 
     @property
     def trained(self) -> TrainedParts:
@@ -221,9 +225,10 @@ class Outcome:
     frozen_weights: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-def axes_text(sizes: ParallelDims) -> str:
-    """The axes with more than one process, as in `dp_shard 2 x tp 2`."""
-    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes.sizes, strict=True) if size > 1) or "1 process"
+def mesh_text(sizes: ParallelDims) -> str:
+    """The mesh dimensions with more than one process, as in `dp_shard 2 x tp 2`."""
+    split = (f"{dim} {size}" for dim, size in zip(MESH_DIMS, sizes.sizes, strict=True) if size > 1)
+    return " x ".join(split) or "1 process"
 
 
 def save_model(directory: Path, family: str, seed: int, num_layers: int = 4, **changes: Any) -> Path:
@@ -244,16 +249,30 @@ def save_model(directory: Path, family: str, seed: int, num_layers: int = 4, **c
     return directory
 
 
-def made_up_pairs(count: int, seed: int = 0) -> list[Pair]:
+def made_up_pairs(count: int, seed: int = 0) -> list[Example]:
     generator = np.random.default_rng(seed)
 
     def ids(low: int, high: int) -> np.ndarray:
         return generator.integers(3, 96, size=int(generator.integers(low, high))).astype(np.int32)
 
-    return [Pair(ids(1, 12), ids(1, 10), ids(1, 10)) for _ in range(count)]
+    return [Example.pair(ids(1, 12), ids(1, 10), ids(1, 10)) for _ in range(count)]
 
 
 PAIRS = made_up_pairs(NUM_PAIRS)
+# the first response of a pair is desirable or not; the lists have two to four responses
+LABELLED = [replace(pair, responses=(pair.chosen._replace(value=float(at % 3 == 0)),)) for at, pair in enumerate(PAIRS)]
+LISTS = [
+    replace(pair, responses=tuple(each._replace(value=-float(rank)) for rank, each in enumerate(responses)))
+    for at, (pair, other) in enumerate(zip(PAIRS, made_up_pairs(NUM_PAIRS, seed=1), strict=True))
+    if (responses := (*pair.responses, *other.responses)[: 2 + at % 3])
+]
+
+
+def examples_of(case: Case) -> PairsInMemory | MismatchedAnswers:
+    """The training set of a case, as its loss reads it."""
+    if isinstance(case.plan, VisitPlan):
+        return MismatchedAnswers(PairsInMemory(LABELLED), case.plan)
+    return PairsInMemory(LISTS if case.loss == "plackett_luce" else PAIRS)
 
 
 @cache
@@ -306,7 +325,7 @@ def _scores(
     scorer = infer_engine(model, LAYOUTS[case.layout], case.dtype, parallel)
     pairs = PAIRS[rank::num_ranks]
     batches = [tuple(pairs[i : i + 3]) for i in range(0, len(pairs), 3)]
-    scored = [scorer.score(PairBatch(np.arange(len(batch)), batch)) for batch in batches]
+    scored = [scorer.score(ExampleBatch(np.arange(len(batch)), batch)) for batch in batches]
     return [torch.cat([sides.chosen.values, sides.rejected.values]).tolist() for sides in scored]
 
 
@@ -371,19 +390,18 @@ def micro_batching_of(case: Case) -> MicroBatching:
     max_tokens, max_pairs = case.tokens_at_once // num_ranks, max(1, 4 // num_ranks)
     limits = (max_tokens, None) if layout.needs_pair_attention else (None, max_pairs)
     costs = CostModel(attention_per_key=0.01, shares_prompt=layout.shares_prompt)
-    return MicroBatching(PairsInMemory(PAIRS).lengths, costs, *limits)
+    return MicroBatching(examples_of(case).lengths, costs, *limits)
 
 
 def make_trainer(
-    policy: TrainEngine, reference: Callable[[PairBatch], ChosenRejectedLogps] | None, case: Case
+    policy: TrainEngine, reference: Callable[[ExampleBatch], ExampleLogps] | None, case: Case
 ) -> RankTrainer:
-    def score(batch: PairBatch) -> ChosenRejectedLogps:
+    def score(batch: ExampleBatch) -> ExampleLogps:
         assert reference is not None
         sides = reference(batch)
         is_nonfinite = torch.from_numpy(batch.pair_ids == case.nonfinite_pair).repeat_interleave(sides.chosen.lengths)
-        return replace(
-            sides, chosen=replace(sides.chosen, values=sides.chosen.values.masked_fill(is_nonfinite, torch.nan))
-        )
+        values = sides.chosen.values.masked_fill(is_nonfinite, torch.nan)
+        return ExampleLogps.of(replace(sides.chosen, values=values), *sides.sides[1:])
 
     unused = Path(tempfile.gettempdir()) / "unused"
     return RankTrainer(
@@ -391,7 +409,7 @@ def make_trainer(
         policy,
         objective_of(case.loss),
         case.plan,
-        train=PairsInMemory(PAIRS),
+        train=examples_of(case),
         validation=None,
         reference=Reference(None if reference is None else LiveReference(score, CPU)),
         micro_batching=micro_batching_of(case),
@@ -421,10 +439,8 @@ def train_oracle(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     metrics, norms = [], []
     for step in range(NUM_STEPS):
         pairs = [PAIRS[i] for i in case.plan.pair_ids(step)]
-        lengths = [
-            torch.tensor([len(getattr(pair, side)) for pair in pairs]) for side in ("chosen_ids", "rejected_ids")
-        ]
-        ids = [(pair.prompt_ids.tolist(), pair.chosen_ids.tolist(), pair.rejected_ids.tolist()) for pair in pairs]
+        lengths = [torch.tensor([len(pair.responses[side].ids) for pair in pairs]) for side in range(2)]
+        ids = [(pair.prompt_ids.tolist(), pair.chosen.ids.tolist(), pair.rejected.ids.tolist()) for pair in pairs]
         losses = _oracle_losses(case.loss, lengths, oracle.dpo_losses)
         step_metrics = oracle.train_step(
             policy, reference, optimizer, ids, beta=BETA, max_grad_norm=case.max_grad_norm, losses=losses

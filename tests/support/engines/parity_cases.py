@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.engines.parity import Case, axes_text
+from tests.support.engines.parity import Case, mesh_text
 from tests.support.paths import ROOT
 from thresher.distributed.mesh import ParallelDims
 
@@ -164,6 +164,17 @@ AGAINST_ONE_PROCESS = [
         )
         for stage in (1, 2)
     ),
+    *(
+        Case(sizes, loss=loss, also=also)
+        for loss, also in (("kto", "labelled responses (kto)"), ("plackett_luce", "lists (plackett_luce)"))
+        for sizes in (
+            ParallelDims(dp_shard=2),
+            ParallelDims(dp_replicate=2),
+            ParallelDims(tp=2),
+            ParallelDims(cp=2),
+            ParallelDims(dp_shard=4),
+        )
+    ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
 ]
@@ -193,7 +204,7 @@ def render_table(cases: Iterable[Case]) -> str:
     """One row per mesh, as markdown."""
     rows: dict[str, list[Case]] = {}
     for case in cases:
-        rows.setdefault(axes_text(case.sizes), []).append(case)
+        rows.setdefault(mesh_text(case.sizes), []).append(case)
     lines = [
         "| mesh | layouts, with sigmoid | losses, shared layout | families, sigmoid, shared layout | also |",
         "|---|---|---|---|---|",

@@ -20,7 +20,7 @@ from tests.support.engines.parity import (
     objective_of,
 )
 from thresher.config.roles import TrainingArgs
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.mesh import Mesh, ParallelDims
 from thresher.engines.accumulate import MicroBatch, TokenCounts
 from thresher.engines.engine import TrainEngine
@@ -28,7 +28,7 @@ from thresher.engines.native import pipeline_executor
 from thresher.engines.native.build import infer_engine, train_engine
 from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.errors import UserError
-from thresher.losses.pairs import ChosenRejectedLogps, TokenStatistics
+from thresher.losses.pairs import ExampleLogps, TokenStatistics
 from thresher.models.layouts import ModelInputs, PackedLayout
 from thresher.models.loading.load import load_model
 from thresher.models.loading.load_sharded import build_on_meta
@@ -91,11 +91,11 @@ def max_held_inputs(case: Case, path: Path, num_micro_batches: int) -> int:
     return max(held)
 
 
-def batch_of(ids: Sequence[int]) -> PairBatch:
-    return PairBatch(np.array(ids, dtype=np.int64), tuple(PAIRS[i] for i in ids))
+def batch_of(ids: Sequence[int]) -> ExampleBatch:
+    return ExampleBatch(np.array(ids, dtype=np.int64), tuple(PAIRS[i] for i in ids))
 
 
-def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[ChosenRejectedLogps]:
+def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[ExampleLogps]:
     policy = policy_of(case, path, None if case.sizes == ParallelDims() else Mesh.create(case.sizes, CPU))
     return [policy.score(batch_of(ids), statistics=TokenStatistics(True, True)) for ids in batches]
 
@@ -116,7 +116,7 @@ def check_logps(case: Case, path: Path, has_wrong_positions: bool) -> str | None
 class _Stretched(PackedLayout):
     """Doubles every position."""
 
-    def collate(self, batch: PairBatch) -> ModelInputs:
+    def collate(self, batch: ExampleBatch) -> ModelInputs:
         inputs = super().collate(batch)
         inputs.model_inputs["position_ids"] *= 2
         return inputs

@@ -13,23 +13,23 @@ from tests.support.engines.config_runs import config_of, world_of_pool
 from tests.support.engines.parity import LAYOUTS
 from thresher.builders.engines import build_policy
 from thresher.builders.objective import build_objective
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.engines.accumulate import MicroBatch
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+from thresher.losses.pairs import ExampleLogps, ResponseLogps
 from thresher.plan.simulate.counters import CommunicationCounter
 
 
-def pairs_of(count: int, prompt: int, response: int) -> list[Pair]:
+def pairs_of(count: int, prompt: int, response: int) -> list[Example]:
     draw = np.random.default_rng(0)
 
     def ids(length: int) -> Any:
         return draw.integers(3, 90, size=length).astype(np.int32)
 
-    return [Pair(ids(prompt), ids(response), ids(response + 1)) for _ in range(count)]
+    return [Example.pair(ids(prompt), ids(response), ids(response + 1)) for _ in range(count)]
 
 
 def count_real_step(
-    model_dir: Path, axes: dict[str, int], pairs: list[Pair], num_batches: int, settings: dict[str, Any]
+    model_dir: Path, axes: dict[str, int], pairs: list[Example], num_batches: int, settings: dict[str, Any]
 ) -> dict[str, int]:
     """Bytes of the collectives of a step by kind; every rank has `num_batches` micro-batches of the same pairs.
 
@@ -38,13 +38,13 @@ def count_real_step(
     world = world_of_pool()
     config = config_of(model_dir, world.size, axes, **settings)
     policy: Any = build_policy(config, LAYOUTS["shared"], device=torch.device("cpu"), world=world)
-    batch, objective = PairBatch(np.arange(len(pairs)), tuple(pairs)), build_objective(config)
+    batch, objective = ExampleBatch(np.arange(len(pairs)), tuple(pairs)), build_objective(config)
 
     def side(lengths: list[int]) -> ResponseLogps:
         return ResponseLogps(torch.zeros(sum(lengths)), torch.tensor(lengths))
 
-    cached = ChosenRejectedLogps(
-        side([len(pair.chosen_ids) for pair in pairs]), side([len(pair.rejected_ids) for pair in pairs])
+    cached = ExampleLogps.of(
+        side([len(pair.chosen.ids) for pair in pairs]), side([len(pair.rejected.ids) for pair in pairs])
     )
 
     def step(num_batches: int) -> None:

@@ -18,8 +18,8 @@ from tests.support.tiny_run import PairsInMemory
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.reference import open_cache
 from thresher.data.batching.batches import Blocks, CostModel
-from thresher.data.pair import Pair, PairBatch
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps
+from thresher.data.example import Example, ExampleBatch
+from thresher.losses.pairs import NO_STATISTICS, ExampleLogps
 from thresher.reference.fingerprint import weights_digest
 from thresher.reference.scorers import PrecomputedReference
 
@@ -54,7 +54,7 @@ class Distance:
     num_tokens: int
 
 
-def measure(run: StepZero, model_dir: Path, cache_dir: Path, pairs: list[Pair]) -> Distance | None:
+def measure(run: StepZero, model_dir: Path, cache_dir: Path, pairs: list[Example]) -> Distance | None:
     """Compare the logps of a training forward with the reference; None on stages without logps."""
     world, layout = world_of_pool(), LAYOUTS[run.layout]
     config = config_of(model_dir, world.size, run.axes, dtype=run.dtype, **run.model_args)
@@ -75,9 +75,9 @@ def measure(run: StepZero, model_dir: Path, cache_dir: Path, pairs: list[Pair]) 
         references = [live.score(batch) for batch in batches]
     else:
         references = _precomputed(run, config, pairs, batches)
-    scored: dict[int, ChosenRejectedLogps] = {}
+    scored: dict[int, ExampleLogps] = {}
 
-    def loss_fn(index: int, logps: ChosenRejectedLogps) -> torch.Tensor:
+    def loss_fn(index: int, logps: ExampleLogps) -> torch.Tensor:
         scored[index] = logps.detach()
         return logps.chosen.values.sum()
 
@@ -85,7 +85,7 @@ def measure(run: StepZero, model_dir: Path, cache_dir: Path, pairs: list[Pair]) 
     return _distance([(scored[index], reference) for index, reference in enumerate(references) if index in scored])
 
 
-def _precomputed(run: StepZero, config: Any, pairs: list[Pair], batches: list[PairBatch]) -> list[ChosenRejectedLogps]:
+def _precomputed(run: StepZero, config: Any, pairs: list[Example], batches: list[ExampleBatch]) -> list[ExampleLogps]:
     """Fill a cache as reference workers do, then read it."""
     layout, world = LAYOUTS[run.layout], world_of_pool()
     on_axes = run.reference == "precomputed"
@@ -110,12 +110,12 @@ def _precomputed(run: StepZero, config: Any, pairs: list[Pair], batches: list[Pa
     return [cached.logps(batch) for batch in batches]
 
 
-def _tokens(pairs: list[Pair]) -> np.ndarray:
+def _tokens(pairs: list[Example]) -> np.ndarray:
     """Tokens of each pair in layout shared."""
     return CostModel(attention_per_key=0, shares_prompt=True).tokens(PairsInMemory(pairs).lengths)
 
 
-def _distance(compared: list[tuple[ChosenRejectedLogps, ChosenRejectedLogps]]) -> Distance | None:
+def _distance(compared: list[tuple[ExampleLogps, ExampleLogps]]) -> Distance | None:
     if not compared:
         return None
     tokens, margins = [], []
@@ -129,14 +129,14 @@ def _distance(compared: list[tuple[ChosenRejectedLogps, ChosenRejectedLogps]]) -
     return Distance(float(all_tokens.mean()), float(all_tokens.max()), float(all_margins.max()), all_tokens.numel())
 
 
-def long_pairs(vocab_size: int, count: int = 30) -> list[Pair]:
+def long_pairs(vocab_size: int, count: int = 30) -> list[Example]:
     """Pairs of 50 to 150 tokens: a shard of a row has the shape of a real one, not of a few tokens."""
     draw = np.random.default_rng(0)
 
     def ids(low: int, high: int) -> np.ndarray:
         return draw.integers(3, vocab_size, int(draw.integers(low, high))).astype(np.int32)
 
-    return [Pair(ids(10, 50), ids(20, 50), ids(20, 50)) for _ in range(count)]
+    return [Example.pair(ids(10, 50), ids(20, 50), ids(20, 50)) for _ in range(count)]
 
 
 def with_trained_vectors(directory: Path) -> Path:

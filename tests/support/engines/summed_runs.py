@@ -13,7 +13,7 @@ from tests.support.engines.parity import LAYOUTS, PAIRS, objective_of
 from tests.support.tiny_run import PairsInMemory
 from thresher.builders.engines import build_policy
 from thresher.engines.accumulate import MicroBatch
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+from thresher.losses.pairs import ExampleLogps, ResponseLogps
 
 NUM_PAIRS = 12
 
@@ -37,7 +37,7 @@ def train_step(model_dir: Path, axes: dict[str, int], layout: str) -> SummedStep
     for ids in np.split(np.arange(rank, NUM_PAIRS, num_ranks), 2):
         batch = source.read(ids)
         scored = policy.score(batch)
-        reference = ChosenRejectedLogps(_near(scored.chosen), _near(scored.rejected))
+        reference = ExampleLogps.of(_near(scored.chosen), _near(scored.rejected))
         micro_batches.append(MicroBatch(batch, reference))
         for ours, theirs in ((scored.chosen, reference.chosen), (scored.rejected, reference.rejected)):
             parts = [side.values.double().split(side.lengths.tolist()) for side in (ours, theirs)]

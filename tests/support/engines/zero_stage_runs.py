@@ -19,12 +19,12 @@ from tests.support.engines.parity import (
     make_policy,
     make_trainer,
 )
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.engines.engine import TrainEngine
 from thresher.engines.native.parallelize import ParallelContext
 from thresher.models.loading.load import load_model
 
-_BATCH = PairBatch(np.arange(3), tuple(PAIRS[:3]))
+_BATCH = ExampleBatch(np.arange(3), tuple(PAIRS[:3]))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
+from tests.support.tiny_models import replace_side
 from thresher import importers
 from thresher.checkpoint.json_io import encode, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
 from thresher.config.load import load_config, parse_config
-from thresher.data.pair import Pair
+from thresher.data.example import Example
 from thresher.data.prepare.blocks import BadRow, BlockTask, BlockWorker, UnpairedJoiner
 from thresher.data.prepare.prepare import prepare
 from thresher.data.prepare.report import report_of
@@ -37,7 +39,7 @@ from thresher.data.rows.parsing import BadRowError, parse_row, read_tokenized
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
-from thresher.data.store.reader import SCHEMA, PairStore, StoreShard
+from thresher.data.store.reader import SCHEMA, ExampleStore, StoreShard
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
 from thresher.reference.cache import ReferenceCache, list_references, verify_cache, write_shard
@@ -52,7 +54,7 @@ def check_row(content: Any) -> bool:
     try:
         row = parse_row(content)
         row_format = detect_format(row, {}, block.where(0))
-        if row_format.is_unpaired:
+        if row_format.is_labelled:
             joiner = UnpairedJoiner()
             opposite = {**row, "label": str(row["label"]).strip().lower() not in ("true", "1")}
             joiner.join(row, row_format)
@@ -75,7 +77,7 @@ def check_row(content: Any) -> bool:
         return False
     if not (math.isfinite(np.float32(read.weight)) and read.weight >= 0 and math.isfinite(np.float32(read.margin))):
         raise AssertionError(f"weight {read.weight}, margin {read.margin}")
-    for message in (*read.prompt, *read.chosen, *read.rejected):
+    for message in (*read.prompt, *chain(*read.responses)):
         message["role"].encode()
         message["content"].encode()
     return True
@@ -107,7 +109,7 @@ class TemplateCheck:
         return bool(pairs)
 
     def _check_tokens(self, row: PreferenceRow, pair: dict[str, Any]) -> None:
-        for side, messages in (("chosen", row.chosen), ("rejected", row.rejected)):
+        for side, messages in zip(("chosen", "rejected"), row.responses, strict=True):
             ids = [*pair["prompt_ids"], *pair[f"{side}_ids"]]
             turns = len(row.prompt) + len(messages) + bool(row.tools)
             found = (ids.count(self._bos), ids.count(self._start), ids.count(self._end))
@@ -218,8 +220,8 @@ class StoreCheck:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "shard.arrow"
-        pair = Pair(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(2, dtype=np.int32))
-        pairs = [pair, replace(pair, chosen_mask=np.array([True, False, True, True]))] * 3
+        pair = Example.pair(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(2, dtype=np.int32))
+        pairs = [pair, replace_side(pair, 0, mask=np.array([True, False, True, True]))] * 3
         with pa.ipc.new_file(self._path, SCHEMA) as sink:
             sink.write_batch(pairs_to_record_batch(pairs, [hash_pair(each) for each in pairs]))
         self.content = self._path.read_bytes()
@@ -232,7 +234,7 @@ class StoreCheck:
             shard = StoreShard(self._path)
             shard.hashes("hash")
             for row in range(6):
-                shard.pair(row)
+                shard.example(row)
         except UserError:
             return False
         return True
@@ -251,7 +253,7 @@ class StoreManifestCheck:
     def __call__(self, content: bytes) -> bool:
         (self._path / "manifest.json").write_bytes(content)
         try:
-            store = PairStore.open(self._path)
+            store = ExampleStore.open(self._path)
             for name in ("digest", "fingerprint", "longest_pair", "columns_in_use", "scored_lengths"):
                 getattr(store, name)
             report_of(store)
@@ -274,7 +276,7 @@ class CacheCheck:
         draw = np.random.default_rng(0)
         self._keys = [draw.bytes(16) for _ in range(6)]
         self._logps = [[-draw.random(n + 1).astype(np.float32) for n in range(6)] for _ in range(2)]
-        shard = write_shard(self._cache.directory, self._keys, *self._logps)
+        shard = write_shard(self._cache.directory, self._keys, list(zip(*self._logps, strict=True)))
         self._name, self.content = shard.path.name, shard.path.read_bytes()
         self._requested = np.frombuffer(b"".join(self._keys), dtype="V16")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from thresher.builders.data import check_pairs, data_settings, open_given_store
 from thresher.builders.engines import check_engine, check_model, check_strategy
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import build_objective
-from thresher.builders.preflight.files import Finding, data_sections, existing_parent, problems_of, warning
+from thresher.builders.preflight.files import Messages, data_sections, existing_parent, problems_of
 from thresher.builders.reference_mode import (
     reference_has_workers,
     reference_mode,
@@ -28,6 +27,7 @@ from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import DPOConfig
 from thresher.data.prepare.blocks import find_template
 from thresher.data.tokenization.chat_template import eos_token
+from thresher.errors import UserError
 from thresher.models.layouts import VARLEN, PaddedLayout, vocab_size_of
 from thresher.models.loading.load import DTYPES, load_tokenizer, max_positions
 from thresher.models.loading.location import TOKENIZER_FILES
@@ -36,28 +36,28 @@ from thresher.models.loading.weight_files import find_file, find_weight_files
 _TENSORS_PER_PARAMETER = 3  # the weight and the two moments of AdamW
 
 
-def check_reference_mode(config: DPOConfig) -> Iterator[Finding]:
+def check_reference_mode(config: DPOConfig) -> Messages:
     """Also finds an unknown loss, and parameters and modifiers that it does not have."""
     mode = reference_mode(config, build_objective(config))
     for text in unused_settings(config, mode):
-        yield warning(text)
+        yield UserWarning(text)
     has_own_model = mode in ("precompute", "concurrent")
     policy_dtype, reference_dtype = config.actor_train.model_args.dtype, config.reference_dtype
     is_coarser = torch.finfo(DTYPES[reference_dtype]).eps > torch.finfo(DTYPES[policy_dtype]).eps
     if has_own_model and same_initial_weights(config) and is_coarser:
-        yield Finding(
+        yield UserError(
             f"reference.model_args.dtype is {reference_dtype} and actor_train.model_args.dtype is {policy_dtype}, but "
             "both start from the same weights, so margins would not start at 0; remove reference.model_args.dtype"
         )
     has_workers = mode == "concurrent" and config.uses_ray and reference_has_workers(config, mode)
     if has_workers and not config.reference.is_replicated:
-        yield Finding(
+        yield UserError(
             "a concurrent reference cannot be sharded; set reference.strategy_args.strategy_name to hf_infer, or "
             "reference.mode to precompute"
         )
 
 
-def check_strategies(config: DPOConfig) -> Iterator[Finding]:
+def check_strategies(config: DPOConfig) -> Messages:
     yield from problems_of(check_strategy, config.actor_train, "actor_train")
     yield from problems_of(check_strategy, config.reference, "reference")
 
@@ -65,26 +65,26 @@ def check_strategies(config: DPOConfig) -> Iterator[Finding]:
 SETTINGS = (check_reference_mode, check_strategies)
 
 
-def check_weight_files(inputs: RunInputs) -> Iterator[Finding]:
+def check_weight_files(inputs: RunInputs) -> Messages:
     for path in inputs.model_configs:
         if Path(path).exists():  # the weights of a Hub model may not be downloaded yet
             yield from problems_of(find_weight_files, path)
 
 
-def check_architecture(inputs: RunInputs) -> Iterator[Finding]:
+def check_architecture(inputs: RunInputs) -> Messages:
     """Also finds adapters on modules that the policy does not have, and frozen modules."""
     yield from problems_of(lambda: inputs.policy)
 
 
-def check_engines(inputs: RunInputs) -> Iterator[Finding]:
+def check_engines(inputs: RunInputs) -> Messages:
     yield from problems_of(check_engine, inputs.config, "actor_train")
     yield from problems_of(check_engine, inputs.config, "reference")
     if inputs.config.runtime == "torchrun" and (path := inputs.reference_path) is not None:
-        # another model than the policy, on the policy's axes
+        # a different model on the policy's mesh
         yield from problems_of(check_model, inputs.config, "reference", inputs.config.actor_train, path)
 
 
-def check_tokenizer(inputs: RunInputs) -> Iterator[Finding]:
+def check_tokenizer(inputs: RunInputs) -> Messages:
     tokenizer = inputs.tokenizer
     yield from problems_of(eos_token, tokenizer)
     for args in data_sections(inputs.config).values():
@@ -99,13 +99,13 @@ def check_tokenizer(inputs: RunInputs) -> Iterator[Finding]:
         size = vocab_size_of(model_config)
         for token_id, name in used.items():
             if size is not None and token_id >= size:
-                yield Finding(
+                yield UserError(
                     f"the tokenizer of {inputs.config.tokenizer_path} has {name} with id {token_id}, but the "
                     f"vocabulary of the model {path} has {size} tokens; use the tokenizer that belongs to the model"
                 )
 
 
-def check_reference_tokenizer(inputs: RunInputs) -> Iterator[Finding]:
+def check_reference_tokenizer(inputs: RunInputs) -> Messages:
     """The reference scores the policy's token ids, so each id must mean the same token for both."""
     if (path := inputs.reference_path) is None:
         return
@@ -117,14 +117,14 @@ def check_reference_tokenizer(inputs: RunInputs) -> Iterator[Finding]:
     policy = f"the policy {inputs.policy_path}" if separate is None else separate
     for token_id, token in _tokens_by_id(inputs.tokenizer).items():
         if theirs.get(token_id, token) != token:
-            yield Finding(
+            yield UserError(
                 f"the reference {path} has a different tokenizer than {policy}: id {token_id} is "
                 f"{theirs[token_id]!r} for it and {token!r} for the policy; use a reference with the policy's tokenizer"
             )
             return
 
 
-def check_context(inputs: RunInputs) -> Iterator[Finding]:
+def check_context(inputs: RunInputs) -> Messages:
     """Pairs from files may be as long as sequence_length; the lengths of a store are known."""
     config, length = inputs.config, inputs.config.sequence_length
     if all(args.store for args in data_sections(config).values()):
@@ -134,17 +134,17 @@ def check_context(inputs: RunInputs) -> Iterator[Finding]:
         if limit is None or length <= limit:
             continue
         if "sequence_length" in config.model_fields_set:
-            yield Finding(
+            yield UserError(
                 f"sequence_length is {length}, but the context of {path} is {limit}; set sequence_length={limit}"
             )
         else:
-            yield warning(
+            yield UserWarning(
                 f"sequence_length is {length} by default, but the context of {path} is {limit}: a longer pair stops "
                 f"the run after preparation; set sequence_length={limit}"
             )
 
 
-def check_stores(inputs: RunInputs) -> Iterator[Finding]:
+def check_stores(inputs: RunInputs) -> Messages:
     for args in data_sections(inputs.config).values():
         if args.store:
             store = open_given_store(inputs.config, args.store, inputs.tokenizer)
@@ -152,7 +152,7 @@ def check_stores(inputs: RunInputs) -> Iterator[Finding]:
                 yield from problems_of(check_pairs, inputs.config, inputs.objective, model_config, [store])
 
 
-def check_samples(inputs: RunInputs) -> Iterator[Finding]:
+def check_samples(inputs: RunInputs) -> Messages:
     """Find a judge that cannot be imported, an API key that is not set, and prompts that cannot be read."""
     config, samples = inputs.config, inputs.config.samples
     yield from problems_of(build_judge, config)
@@ -164,8 +164,8 @@ def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {token_id: token for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])}
 
 
-def check_devices(inputs: RunInputs) -> Iterator[Finding]:
-    """Compare the roles with the GPUs of this machine; those of a cluster are checked when the run connects to it."""
+def check_devices(inputs: RunInputs) -> Messages:
+    """Compare the roles with this machine's GPUs; a cluster's GPUs are checked when the run connects to it."""
     config, count = inputs.config, torch.cuda.device_count()
     if config.ray_address is not None:
         return
@@ -175,7 +175,7 @@ def check_devices(inputs: RunInputs) -> Iterator[Finding]:
         is_used = (role.strategy.build_train is not None) == is_policy and (is_policy or inputs.loads_reference)
         if is_used and role.strategy.needs_gpu and not (count or role.device_mapping):
             other = "fsdp2_train" if is_policy else "hf_infer"
-            yield Finding(
+            yield UserError(
                 f"{section}.strategy_args.strategy_name is {role.strategy_name}, which needs a GPU per worker, but "
                 f"this machine has no CUDA device; use one with GPUs, or set it to {other}, which also runs on CPUs"
             )
@@ -183,13 +183,13 @@ def check_devices(inputs: RunInputs) -> Iterator[Finding]:
             continue
         if role.device_mapping and max(role.device_mapping) >= count:
             here = f"only devices 0 to {count - 1}" if count else "no CUDA device"
-            yield Finding(
+            yield UserError(
                 f"{section}.device_mapping requests device {max(role.device_mapping)}, but this machine has {here}; "
                 "use available devices, or remove device_mapping and set num_workers to run on CPUs"
             )
 
 
-def check_compiler(inputs: RunInputs) -> Iterator[Finding]:
+def check_compiler(inputs: RunInputs) -> Messages:
     """Warn if Triton, which compiles FlexAttention and compiled layers for a GPU, lacks the C compiler it calls."""
     config, policy = inputs.config, inputs.config.actor_train
     uses_gpu = torch.cuda.device_count() and (policy.device_mapping or not config.uses_ray)
@@ -197,22 +197,24 @@ def check_compiler(inputs: RunInputs) -> Iterator[Finding]:
     if not uses_gpu or not (is_packed or policy.training_args.torch_compile):
         return
     if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
-        yield warning(
+        yield UserWarning(
             "this machine has no C compiler, which Triton needs to compile GPU kernels; install gcc on every node, or "
             "set the environment variable CC to a compiler"
         )
 
 
-def check_tracker_packages(inputs: RunInputs) -> Iterator[Finding]:
+def check_tracker_packages(inputs: RunInputs) -> Messages:
     yield from problems_of(build_tracking, inputs.config, None)
 
 
-def check_disk_space(inputs: RunInputs) -> Iterator[Finding]:
+def check_disk_space(inputs: RunInputs) -> Messages:
     config, size = inputs.config, checkpoint_size(inputs)
     root = Path(config.output_dir) / "checkpoints"
     usage, num_existing = shutil.disk_usage(existing_parent(root)), len(list_checkpoints(root))
     if usage.total == 0:  # such as /proc
-        yield Finding(f"{config.output_dir} is on a file system that cannot store files; set output_dir to another one")
+        yield UserError(
+            f"{config.output_dir} is on a file system that cannot store files; set output_dir to another one"
+        )
         return
     free = usage.free
     # the best one is kept as well, and a new one is complete before an old one is deleted
@@ -224,12 +226,12 @@ def check_disk_space(inputs: RunInputs) -> Iterator[Finding]:
     num_new = max(1, num_kept - num_existing)
     needs = f"{config.output_dir} is on a disk with {filesize.decimal(free)} free"
     if size > free and not num_existing:
-        yield Finding(
+        yield UserError(
             f"{needs}, but a checkpoint takes about {filesize.decimal(size)}; free space, or set output_dir to another "
             "disk"
         )
     elif size * num_new > free:
-        yield warning(
+        yield UserWarning(
             f"{needs}, but the checkpoints to keep take about {filesize.decimal(size * num_new)} "
             f"({filesize.decimal(size)} each); lower save_total_limit, or set output_dir to another disk"
         )

@@ -22,24 +22,39 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Compute cost of a pair, in units of the linear layers for one token."""
+    """Compute cost of an example, in units of the linear layers for one token; an absent response has length 0."""
 
     # of one query and key: in a plain transformer 4 * hidden * layers FLOPs over 2 * weights, about 1 / (6 * hidden)
     attention_per_key: float
     shares_prompt: bool  # the prompt is computed once, not once per response
 
     def tokens(self, lengths: Lengths) -> Indices:
-        """Return the tokens that each pair occupies in a packed row; the last token of a response is not an input."""
-        prompt, chosen, rejected = (lengths[:, i].astype(np.int64) for i in range(3))
-        return prompt * (1 if self.shares_prompt else 2) + np.maximum(chosen - 1, 0) + np.maximum(rejected - 1, 0)
+        """Return the tokens that each example has in a packed row; the last token of a response is not an input."""
+        prompt = lengths[:, 0].astype(np.int64)
+        tokens = prompt.copy() if self.shares_prompt else np.zeros_like(prompt)
+        for response in lengths.T[1:]:
+            tokens += np.maximum(response.astype(np.int64) - 1, 0)
+            if not self.shares_prompt:
+                tokens += prompt * (response > 0)
+        return tokens
 
     def costs(self, lengths: Lengths) -> npt.NDArray[np.float64]:
         """Return the cost of the linear layers plus causal attention, half a square per sequence."""
-        prompt, chosen, rejected = (lengths[:, i].astype(np.float64) for i in range(3))
-        squares = np.square(prompt + chosen) + np.square(prompt + rejected)
-        if self.shares_prompt:
-            squares -= np.square(prompt)
+        prompt = lengths[:, 0].astype(np.float64)
+        of_prompt = np.square(prompt)
+        # with a shared prompt, an absent response adds what is subtracted for it
+        squares = -(lengths.shape[1] - 2) * of_prompt if self.shares_prompt else np.zeros_like(prompt)
+        for response in lengths.T[1:]:
+            squares += np.square(prompt + response)
+            if not self.shares_prompt:
+                squares -= of_prompt * (response == 0)
         return self.attention_per_key / 2 * squares + self.tokens(lengths)
+
+
+def num_sequences(lengths: Lengths) -> Indices:
+    """Return the number of responses of each example: its rows in a padded batch."""
+    counts: Indices = (lengths[:, 1:] > 0).sum(axis=1, dtype=np.int64)
+    return counts
 
 
 def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
@@ -103,7 +118,7 @@ _PAIRS_PER_BLOCK = 16_384
 class MicroBatching:
     """Assignment of pairs to ranks and micro-batches."""
 
-    lengths: Lengths  # [pairs in the store, (prompt, chosen, rejected)] in tokens
+    lengths: Lengths  # [examples in the store, (prompt, response, response...)] in tokens
     costs: CostModel
     max_tokens: int | None = None  # token budget of a micro-batch
     max_pairs: int | None = None  # pairs per padded micro-batch; None for packed rows
@@ -139,10 +154,12 @@ class MicroBatching:
         """Fill padded batches from the longest pair down, so pairs of similar length share a batch."""
         widths = self.lengths[pair_ids, 0].astype(np.int64) + self.lengths[pair_ids, 1:].max(axis=1)
         order = np.argsort(-widths, kind="stable")
+        rows = np.cumsum(num_sequences(self.lengths[pair_ids])[order])
         batches, start = [], 0
         while start < len(order):
-            # two rows per pair, padded to the width of the first pair
-            fitting = max_tokens // (2 * int(widths[order[start]]))
+            # a row per response, padded to the width of the first example
+            most_rows = (rows[start - 1] if start else 0) + max_tokens // int(widths[order[start]])
+            fitting = int(np.searchsorted(rows, most_rows, side="right")) - start
             stop = start + max(1, min(max_pairs, fitting))
             batches.append(pair_ids[np.sort(order[start:stop])])
             start = stop
@@ -202,7 +219,7 @@ class ScoringBatching:
     costs: CostModel | None = None  # counts the tokens of pairs in packed rows; None if rows are padded
 
     def blocks(self, lengths: Lengths) -> Blocks:
-        """Cut pairs into blocks; lengths [pairs, (prompt, chosen, rejected)]."""
+        """Cut examples into blocks; lengths [examples, (prompt, response, response...)]."""
         if self.max_pairs is None and self.costs is not None:
             return Blocks.by_tokens(self.costs.tokens(lengths), self.max_tokens)
         blocks = Blocks.by_pairs(len(lengths), self.max_pairs or max(1, len(lengths)))
@@ -218,6 +235,6 @@ class ScoringBatching:
             tokens = np.add.reduceat(self.costs.tokens(lengths), starts)
         else:
             widths = lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1)
-            tokens = 2 * sizes * np.maximum.reduceat(widths, starts)  # two rows per pair
+            tokens = np.add.reduceat(num_sequences(lengths), starts) * np.maximum.reduceat(widths, starts)
         is_too_large: npt.NDArray[np.bool_] = (tokens > self.max_tokens) & (sizes > 1)
         return is_too_large

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thresher.data.pair import Pair
+from thresher.data.example import Example, Kind, Response
 from thresher.data.prepare.findings import Keys, to_keys
 from thresher.data.rows.formats import (
     FORMAT_BY_NAME,
@@ -23,20 +23,23 @@ from thresher.data.rows.formats import (
     RowFormat,
     check_columns,
     detect_format,
+    read_label,
     read_numbers,
     rename,
+    split_answer,
     to_preference_row,
     with_system,
 )
-from thresher.data.rows.messages import SYSTEM_ROLES, is_empty, to_messages
-from thresher.data.rows.parsing import BadRowError, Row, Unreadable, find_invalid, parse_row, quoted, read_tokenized
+from thresher.data.rows.messages import SYSTEM_ROLES, is_empty
+from thresher.data.rows.parsing import BadRowError, Row, Unreadable, find_invalid, parse_row, read_tokenized
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block, SourceSpan, read_blocks, read_span, split_source
 from thresher.data.sources.resolve import SourceFile, resolve_sources
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.tokenization.chat_template import RenderedRow, Template, load_template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
-from thresher.data.tokenization.tokenizer import PairTokenizer, TokenizedRow, needed_length, truncate
+from thresher.data.tokenization.tokenizer import RowTokenizer, TokenizedRow, needed_length, truncate
+from thresher.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,6 +88,8 @@ class BlockResult:
     swapped_keys: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
     bad: list[BadRow] = field(default_factory=list)  # numbered from the start of the span
     dropped: Counter[str] = field(default_factory=Counter)
+    identical_responses: int = 0  # dropped from lists
+    desirable: int = 0
     too_long: list[int] = field(default_factory=list)  # the smallest sequence_length that keeps each dropped pair
     truncated: Counter[str] = field(default_factory=Counter)
     splits_moved: int = 0
@@ -100,16 +105,17 @@ class BlockWorker:
         self._tokenizer = tokenizer
         self._template = template
         self._control_tokens = ControlTokens(tokenizer, template)
-        self._to_tokens = PairTokenizer(tokenizer, template, self._control_tokens.placeholders)
+        self._to_tokens = RowTokenizer(tokenizer, template, self._control_tokens.placeholders)
 
     def __call__(self, task: BlockTask) -> BlockResult:
         block = task.block
         result = BlockResult(
             task.span, block.last_number, block.bytes_done, task.rows_read, task.rows_joined, bad=list(task.bad)
         )
-        kept: list[Pair] = []
+        kept: list[Example] = []
+        kind = FORMAT_BY_NAME[task.row_format].kind
         for tokenized, findings in self._tokenize(task, result):
-            pair = self._keep(tokenized, result)
+            pair = self._keep(tokenized, kind, result)
             if isinstance(pair, str):
                 result.dropped[pair] += 1
                 continue
@@ -117,15 +123,20 @@ class BlockWorker:
                 result.findings.setdefault(name, []).append(len(kept))
             kept.append(pair)
         hashes = [hash_pair(pair) for pair in kept]
-        result.pairs = pairs_to_record_batch(kept, hashes)
+        result.pairs = pairs_to_record_batch(kept, hashes, kind)
         result.keys = to_keys([each.pair for each in hashes])
         result.swapped_keys = to_keys([each.swapped for each in hashes])
+        if kind == "labels":
+            # the label is part of the key, and the opposite label is what contradicts it
+            labels = np.array([example.responses[0].value for example in kept], dtype=np.uint64)
+            result.keys, result.swapped_keys = result.keys ^ labels, result.swapped_keys ^ (1 - labels)
+            result.desirable = int(labels.sum())
         return result
 
     def _tokenize(self, task: BlockTask, result: BlockResult) -> list[tuple[TokenizedRow, list[str]]]:
         """Return the tokenized rows, each with the names of its findings."""
         row_format = FORMAT_BY_NAME[task.row_format]
-        pairs: list[Pair] = []  # of rows that have token ids
+        pairs: list[Example] = []  # of rows that have token ids
         rows: list[PreferenceRow] = []
         texts: list[RenderedRow] = []
         for index, content in enumerate(task.block.contents):
@@ -149,8 +160,10 @@ class BlockWorker:
         for row, text, tokens in zip(rows, texts, self._to_tokens(texts), strict=True):
             findings = ["control_tokens_in_text"] * text.has_placeholders
             findings += ["scores_contradict_labels"] * row.scores_contradict
-            pair = replace(tokens.pair, weight=row.weight, margin=row.margin)
-            tokenized.append((replace(tokens, pair=pair), findings))
+            sides = zip(tokens.example.responses, row.values or (0.0,) * len(row.responses), strict=True)
+            responses = tuple(Response(ids, mask, value) for (ids, mask, _), value in sides)
+            example = replace(tokens.example, responses=responses, weight=row.weight, margin=row.margin)
+            tokenized.append((replace(tokens, example=example), findings))
         return tokenized
 
     def _render_row(self, row: PreferenceRow) -> RenderedRow:
@@ -164,33 +177,35 @@ class BlockWorker:
             )
         return self._control_tokens.render_as_text(row)
 
-    def _keep(self, tokenized: TokenizedRow, result: BlockResult) -> Pair | str:
-        """Return the pair to keep, or the reason to drop it."""
-        full = tokenized.pair
+    def _keep(self, tokenized: TokenizedRow, kind: Kind, result: BlockResult) -> Example | str:
+        """Return the example to keep, or the reason to drop it."""
+        full = _distinct(tokenized.example)
         if tokenized.has_empty_response:
             return "empty_response"
         if len(full.prompt_ids) == 0:
             return "empty_prompt"
-        if _is_identical(full):
-            return "identical_sides"
+        if (reason := _find_alike(full, kind)) is not None:
+            return reason
         settings = self._settings
         pair = truncate(full, settings.sequence_length, settings.truncation, self._to_tokens.bos_id)
         if pair is None:
             result.too_long.append(needed_length(full, settings.truncation, self._to_tokens.bos_id))
             return "too_long"
         if pair is not full:
-            has_scored_tokens = all(mask is None or mask.any() for mask in (pair.chosen_mask, pair.rejected_mask))
-            if _is_identical(pair) or not has_scored_tokens:
+            pair = _distinct(pair)
+            has_scored_tokens = all(mask is None or mask.any() for _, mask, _ in pair.responses)
+            if _find_alike(pair, kind) is not None or not has_scored_tokens:
                 return "nothing_left_after_truncation"
             result.truncated[settings.truncation] += 1
         result.splits_moved += tokenized.split_moved
+        result.identical_responses += len(tokenized.example.responses) - len(pair.responses)
         return pair
 
 
 def _find_empty(row: PreferenceRow) -> str | None:
     """Return the reason to drop a row without text; what the chat template writes around it does not count."""
-    for side in (row.chosen, row.rejected):
-        if all(is_empty(message) for message in side if message["role"] == "assistant"):
+    for response in row.responses:
+        if all(is_empty(message) for message in response if message["role"] == "assistant"):
             return "empty_response"
     # a system message is a prompt only where nothing else is
     asked = [message for message in row.prompt if message["role"] not in SYSTEM_ROLES] or row.prompt
@@ -206,8 +221,21 @@ def _json_content(content: Any) -> Any:
     return content.content if isinstance(content, Unreadable) else content
 
 
-def _is_identical(pair: Pair) -> bool:
-    return np.array_equal(pair.chosen_ids, pair.rejected_ids)
+def _distinct(example: Example) -> Example:
+    """Drop responses with the tokens of a better one."""
+    kept: dict[bytes, Response] = {}
+    for response in example.responses:
+        kept.setdefault(response.ids.tobytes(), response)
+    return example if len(kept) == len(example.responses) else replace(example, responses=tuple(kept.values()))
+
+
+def _find_alike(example: Example, kind: Kind) -> str | None:
+    """Return the reason to drop distinct responses of which none is preferred."""
+    if kind == "pairs":
+        return "identical_sides" if len(example.responses) < 2 else None
+    if kind == "lists" and len(example.responses) < 2:
+        return "too_few_responses"
+    return "equal_values" if kind == "lists" and example.responses[0].value == example.responses[-1].value else None
 
 
 @dataclass(frozen=True)
@@ -228,11 +256,8 @@ class SpanTask:
     span: SourceSpan
     row_format: str
     column_names: Mapping[str, str]
+    is_unpaired: bool = False  # its labelled rows are joined to pairs
     skip_blocks: int = 0  # leading blocks that an earlier process has finished
-
-    @property
-    def is_unpaired(self) -> bool:
-        return FORMAT_BY_NAME[self.row_format].is_unpaired
 
 
 def read_task(task: SpanTask) -> Iterator[BlockTask]:
@@ -265,7 +290,11 @@ class TaskReader:
         spans = [(number, span) for number, source in enumerate(sources) for span in split_source(source)]
         # if no row of a file can be parsed, each is reported as bad whatever the format
         formats = [each.format_name or "prompt" for each in self.files]
-        self.spans = [SpanTask(number, file, span, formats[file], names) for number, (file, span) in enumerate(spans)]
+        joins = [settings.join_labelled and FORMAT_BY_NAME[each].is_labelled for each in formats]
+        self.kind = _kind_of(self.files, settings)
+        self.spans = [
+            SpanTask(number, file, span, formats[file], names, joins[file]) for number, (file, span) in enumerate(spans)
+        ]
 
     @property
     def num_unpaired(self) -> int:
@@ -308,6 +337,26 @@ class TaskReader:
         return BlockTask(task.number, pairs, "prompt", {}, len(block), len(joined), tuple(bad))
 
 
+def find_kind(settings: DataSettings, sources: Sequence[SourceFile]) -> Kind:
+    """Return the kind of examples that the rows of all sources become; reads the first row of each."""
+    return _kind_of([_detect_source(each, settings.column_names) for each in sources], settings)
+
+
+def _kind_of(files: Sequence[SourceFormat], settings: DataSettings) -> Kind:
+    """Return the kind of all files, or raise `UserError` if they differ."""
+    found: dict[Kind, str] = {}
+    for each in files:
+        if each.format_name is not None:
+            row_format = FORMAT_BY_NAME[each.format_name]
+            joined = settings.join_labelled and row_format.is_labelled
+            found.setdefault("pairs" if joined else row_format.kind, each.source.shown)
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        join = f"; set {settings.key('join_labelled')}=true to join labelled rows to pairs" if "labels" in found else ""
+        raise UserError(f"{first} has {one}, but {second} has {other}; prepare one kind of rows at a time{join}")
+    return next(iter(found), "pairs")
+
+
 def _detect_source(source: SourceFile, names: Mapping[str, str]) -> SourceFormat:
     for block in read_blocks(source):
         for index, content in enumerate(block.contents):
@@ -319,9 +368,6 @@ def _detect_source(source: SourceFile, names: Mapping[str, str]) -> SourceFormat
             used = {*row_format.required, *row_format.optional, *names.values()}
             return SourceFormat(source, row_format.name, tuple(str(name) for name in row if name not in used))
     return SourceFormat(source, None)
-
-
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class UnpairedJoiner:
@@ -337,8 +383,8 @@ class UnpairedJoiner:
     def join(self, row: Row, row_format: RowFormat) -> Row | None:
         """Return a prompt/chosen/rejected row if an earlier row is a partner; else keep this row and return None."""
         check_columns(row, row_format, {})
-        prompt, answer = _split_answer(row, row_format)
-        label = _read_label(row["label"])
+        prompt, answer = split_answer(row, row_format.required[0])
+        label = read_label(row["label"])
         key = json.dumps([prompt, row.get("system"), row.get("tools")], sort_keys=True, default=str)
         waiting = self._waiting[hashlib.blake2b(key.encode(), digest_size=16).digest()]
         kept = {name: row[name] for name in row_format.optional if row.get(name) is not None}
@@ -352,23 +398,3 @@ class UnpairedJoiner:
         good, bad = (current, partner) if label else (partner, current)
         good["chosen"], good["rejected"] = good.pop("answer"), bad["answer"]
         return good
-
-
-def _split_answer(row: Row, row_format: RowFormat) -> tuple[Any, Any]:
-    if row_format.name == "labelled_completions":
-        return row["prompt"], row["completion"]
-    column = row_format.required[0]
-    messages = to_messages(row[column], "user", column)
-    end = len(messages)
-    while end > 0 and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    if end in (0, len(messages)):
-        raise BadRowError(f"`{column}` must have a prompt and end with an assistant turn")
-    return messages[:end], messages[end:]
-
-
-def _read_label(value: Any) -> bool:
-    label = _LABELS.get(str(value).strip().lower())
-    if label is None:
-        raise BadRowError(f"`label` must be true or false, got {quoted(value)}")
-    return label

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thresher import durable
-from thresher.data.prepare.blocks import BadRow, BlockResult, BlockWorker, TaskReader, find_template
+from thresher.data.example import Kind
+from thresher.data.prepare.blocks import BadRow, BlockResult, BlockWorker, TaskReader, find_kind, find_template
 from thresher.data.prepare.executor import Executor, local_executor
 from thresher.data.prepare.findings import Finding, LengthBias, SpilledKeys
 from thresher.data.prepare.report import PERCENTILES, FileReport, PrepareReport, RowPlace, other_truncation
@@ -79,9 +80,13 @@ def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
 
 
 def make_fingerprint(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, template: Template, source_digests: Sequence[str]
+    settings: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    source_digests: Sequence[str],
+    kind: Kind = "pairs",
 ) -> str:
-    """Digest everything that determines a store's pairs."""
+    """Digest everything that determines a store's examples."""
     content = {
         "format_version": FORMAT_VERSION,
         "tokenization_version": TOKENIZATION_VERSION,
@@ -89,14 +94,16 @@ def make_fingerprint(
         "tokenizer": tokenizer_digest(tokenizer),
         "template": template.digest,
         "settings": fingerprinted_settings(settings),
+        # says whether labelled rows are joined; absent from pairs, as in stores that are older than other kinds
+        **({} if kind == "pairs" else {"kind": kind}),
     }
     return _digest([json.dumps(content, sort_keys=True).encode()])
 
 
 def store_fingerprint(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of the store that these settings would prepare; reads the sources once."""
-    template = find_template(settings, tokenizer)
-    return make_fingerprint(settings, tokenizer, template, digest_sources(resolve_sources(settings.file_names)))
+    template, sources = find_template(settings, tokenizer), resolve_sources(settings.file_names)
+    return make_fingerprint(settings, tokenizer, template, digest_sources(sources), find_kind(settings, sources))
 
 
 def digest_sources(sources: Sequence[SourceFile]) -> list[str]:
@@ -112,28 +119,29 @@ def _digest(parts: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-_COLUMNS = ("prompt", "chosen", "rejected", "total")
-
-
 class LengthHistogram:
-    """Number of pairs per length in tokens, for exact percentiles and length bias; memory grows with the longest."""
+    """Number of examples per length in tokens, for exact percentiles and length bias; memory grows with the longest."""
 
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, state: Mapping[str, Any] | None = None, kind: Kind = "pairs") -> None:
         counts: Mapping[str, Mapping[str, int]] = state["counts"] if state else {}
+        self._sides = ("chosen", "rejected") if kind == "pairs" else ("response",)
         self._counts = {
-            name: Counter({int(length): count for length, count in counts.get(name, {}).items()}) for name in _COLUMNS
+            name: Counter({int(length): count for length, count in counts.get(name, {}).items()})
+            for name in ("prompt", *self._sides, "total")
         }
         self._num_chosen_longer = int(state["num_chosen_longer"]) if state else 0
         self._num_equal = int(state["num_equal"]) if state else 0
 
     def add(self, lengths: Lengths) -> None:
-        """Count pairs; `lengths` is [pairs, (prompt, chosen, rejected)]."""
-        prompt, chosen, rejected = lengths.T
-        for name, column in zip(_COLUMNS, (prompt, chosen, rejected, prompt + lengths[:, 1:].max(axis=1)), strict=True):
+        """Count examples; `lengths` is [examples, (prompt, response, response...)]."""
+        prompt, responses = lengths[:, 0], lengths[:, 1:]
+        sides = list(responses.T) if len(self._sides) == 2 else [responses[responses > 0]]
+        for name, column in zip(self._counts, (prompt, *sides, prompt + responses.max(axis=1)), strict=True):
             values, counts = np.unique(column, return_counts=True)
             self._counts[name].update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-        self._num_chosen_longer += int(np.count_nonzero(chosen > rejected))
-        self._num_equal += int(np.count_nonzero(chosen == rejected))
+        if len(self._sides) == 2:
+            self._num_chosen_longer += int(np.count_nonzero(sides[0] > sides[1]))
+            self._num_equal += int(np.count_nonzero(sides[0] == sides[1]))
 
     def state(self) -> dict[str, Any]:
         """Return the state to resume from, as JSON values."""
@@ -156,12 +164,17 @@ class LengthHistogram:
         counts = self._counts["total"] + dropped
         return _length_at(counts, math.ceil(share * counts.total()) - 1)
 
-    def bias(self) -> LengthBias:
-        """Compare the lengths of chosen and rejected responses."""
+    @property
+    def num_responses(self) -> int:
+        return sum(self._counts[side].total() for side in self._sides)
+
+    def bias(self) -> LengthBias | None:
+        """Compare the lengths of chosen and rejected responses; None for other kinds than pairs."""
         num_pairs = self._counts["total"].total()
+        if len(self._sides) == 1:
+            return None
         chosen, rejected = (
-            sum(length * count for length, count in self._counts[side].items()) / num_pairs
-            for side in ("chosen", "rejected")
+            sum(length * count for length, count in self._counts[side].items()) / num_pairs for side in self._sides
         )
         return LengthBias(self._num_chosen_longer / num_pairs, self._num_equal / num_pairs, chosen, rejected)
 
@@ -177,7 +190,15 @@ def _length_at(counts: Counter[int], index: int) -> int:
 MAX_REASONS = 4096
 OTHER_REASONS = "other reasons"
 MAX_BAD_EXAMPLES = 3  # per reason
-_COUNTS = ("rows_read", "pairs_kept", "rows_joined", "splits_moved", "headers_shortened")
+_COUNTS = (
+    "rows_read",
+    "pairs_kept",
+    "rows_joined",
+    "splits_moved",
+    "headers_shortened",
+    "identical_responses",
+    "desirable",
+)
 
 
 class PrepareStats:
@@ -201,7 +222,7 @@ class PrepareStats:
             name: Finding(name, count, tuple(examples)) for name, (count, examples) in saved.get("findings", {}).items()
         }
         self._rows_of_file: list[int] = list(saved.get("rows_of_file", [0] * len(reader.files)))
-        self._lengths = LengthHistogram(saved.get("lengths"))
+        self._lengths = LengthHistogram(saved.get("lengths"), reader.kind)
         # position: current span, its blocks added so far, and the last row number before the span and within it
         self.span = int(saved.get("span", 0))
         self.blocks_of_span = int(saved.get("blocks_of_span", 0))
@@ -252,6 +273,8 @@ class PrepareStats:
             rows_joined=result.rows_joined,
             splits_moved=result.splits_moved,
             headers_shortened=result.headers_shortened,
+            identical_responses=result.identical_responses,
+            desirable=result.desirable,
         )
         return bad
 
@@ -302,6 +325,10 @@ class PrepareStats:
             rows_read=self.rows_read,
             pairs_kept=self.pairs_kept,
             rows_joined=self._counts["rows_joined"],
+            kind=self._reader.kind,
+            num_responses=self._lengths.num_responses if self._reader.kind != "pairs" else 0,
+            identical_responses=self._counts["identical_responses"],
+            desirable=self._counts["desirable"],
             bad_rows=self.num_bad_rows,
             dropped=dict(sorted(dropped.items())),
             truncated=dict(sorted(self._truncated.items())),
@@ -356,7 +383,8 @@ class NoPairsError(UserError):
         names = [file.name for file in report.files]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         super().__init__(
-            f"none of {report.rows_read} rows became a pair: {'; '.join(counts)}. Read: {', '.join(names[:3])}{more}"
+            f"none of {report.rows_read} rows became {'a pair' if report.kind == 'pairs' else 'an example'}: "
+            f"{'; '.join(counts)}. Read: {', '.join(names[:3])}{more}"
         )
         self.report = report
 
@@ -370,6 +398,8 @@ def _hint(cause: str, report: PrepareReport, settings: DataSettings) -> str:
         "identical_sides": "both responses are the same; check chosen_key and rejected_key",
         "too_long": f"raise sequence_length or set {settings.key('truncation')}{other}",
         "unpaired": "a pair needs a good and a bad response to the same prompt",
+        "too_few_responses": "a list needs two different responses",
+        "equal_values": "the responses of a list have the same score or rank",
     }
     return hints.get(cause, "raise sequence_length")
 
@@ -398,12 +428,12 @@ def prepare(
     template = find_template(settings, tokenizer)
     sources = resolve_sources(settings.file_names)
     digests = digest_sources(sources)
-    fingerprint = make_fingerprint(settings, tokenizer, template, digests)
     reader = TaskReader(settings, sources)
+    fingerprint = make_fingerprint(settings, tokenizer, template, digests, reader.kind)
     execute = executor or local_executor(settings.num_processes)
     with ExitStack() as stack:
         writer = stack.enter_context(
-            StoreWriter(output, settings.shard_rows, _resume_fingerprint(fingerprint, settings, sources))
+            StoreWriter(output, settings.shard_rows, _resume_fingerprint(fingerprint, settings, sources), reader.kind)
         )
         check_output(output, overwrite=overwrite)
         resumed, directory = writer.resumed, writer.staging.directory

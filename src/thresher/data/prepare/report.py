@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
+from thresher.data.example import Kind
 from thresher.data.prepare.findings import Finding, LengthBias
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 
 PERCENTILES = (0, 50, 90, 99, 100)
@@ -22,6 +23,8 @@ _TOO_LONG = {
 }
 # file, "line" or "row", and number
 RowPlace = tuple[str, str, int]
+# absent from the reports of pairs, as in stores that are older than other kinds
+_OF_OTHER_KINDS = ("kind", "num_responses", "identical_responses", "desirable")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class PrepareReport:
     bad_reasons: Mapping[str, int] = field(default_factory=dict)
     length_to_keep_95: int | None = None  # the sequence_length that keeps 95 % of the pairs; None if none is too long
     bad_examples: Mapping[str, tuple[RowPlace, ...]] = field(default_factory=dict)  # the first of each bad reason
+    kind: Kind = "pairs"
+    num_responses: int = 0  # kept; not counted for pairs
+    identical_responses: int = 0  # dropped from lists that were kept
+    desirable: int = 0  # of examples with a label
 
     def __post_init__(self) -> None:
         accounted = self.pairs_kept + self.rows_joined + self.bad_rows + sum(self.dropped.values())
@@ -84,7 +91,11 @@ class PrepareReport:
     def count_rows(self) -> Iterator[tuple[str, int]]:
         """Yield how the rows were handled, in words, with counts."""
         yield "rows read", self.rows_read
-        yield "pairs kept", self.pairs_kept
+        yield "pairs kept" if self.kind == "pairs" else "examples kept", self.pairs_kept
+        if self.kind == "lists":
+            yield "responses kept", self.num_responses
+            if self.identical_responses:
+                yield "identical responses dropped", self.identical_responses
         if self.rows_joined:
             yield "rows joined to another row's pair", self.rows_joined
         for cause, count in self.dropped.items():
@@ -107,7 +118,8 @@ class PrepareReport:
             places = format_places(self.bad_examples.get(reason, ()))
             yield logging.WARNING, f"{count:,} bad row{'s' if count != 1 else ''}: {reason}{places and f' ({places})'}"
         for finding in self.findings:
-            line = f"{finding.name.replace('_', ' ')}: {finding.count:,} pairs{format_examples(finding.examples)}"
+            unit = "pairs" if self.kind == "pairs" else "examples"
+            line = f"{finding.name.replace('_', ' ')}: {finding.count:,} {unit}{format_examples(finding.examples)}"
             yield logging.WARNING if finding.count else logging.INFO, line
         if self.length_bias is not None:
             bias = self.length_bias
@@ -117,8 +129,22 @@ class PrepareReport:
                 f"{bias.share_equal:.0%}; mean {bias.mean_chosen:.1f} tokens chosen, {bias.mean_rejected:.1f} rejected",
             )
 
+        if self.kind == "labels" and self.pairs_kept:
+            yield logging.INFO, self._describe_labels()
+
+    def _describe_labels(self) -> str:
+        undesirable = self.pairs_kept - self.desirable
+        line = f"labels: {self.desirable:,} of {self.pairs_kept:,} desirable ({self.desirable / self.pairs_kept:.0%})"
+        if not self.desirable or not undesirable:
+            return line
+        # Eq. 8 of arXiv 2402.01306: desirable_weight * desirable / (undesirable_weight * undesirable) in [1, 4/3]
+        equal = undesirable / self.desirable
+        return f"{line}; for kto, desirable_weight {equal:.3g} weighs both alike; advised: up to {4 / 3 * equal:.3g}"
+
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
+        for name in _OF_OTHER_KINDS if self.kind == "pairs" else ():
+            del values[name]
         if not self.bad_examples:
             del values["bad_examples"]
         return values
@@ -164,7 +190,7 @@ def other_truncation(how: str) -> str:
     return _TOO_LONG[how][1][0]
 
 
-def truncation_of(store: PairStore) -> str:
+def truncation_of(store: ExampleStore) -> str:
     """Return the truncation that a store was prepared with, `drop` if its manifest does not say."""
     try:
         return str(store.manifest["settings"]["truncation"])
@@ -172,7 +198,7 @@ def truncation_of(store: PairStore) -> str:
         return "drop"
 
 
-def report_of(store: PairStore) -> PrepareReport:
+def report_of(store: ExampleStore) -> PrepareReport:
     """Read the preparation report from a store's manifest."""
     try:
         return PrepareReport.from_json(store.manifest["report"])

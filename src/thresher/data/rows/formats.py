@@ -1,19 +1,21 @@
 """Row formats: detect the format of a file from its first row, and read rows of it as `PreferenceRow`s.
 
-Rendering and tokenization are left to `tokenization`. Rows with a label are joined into pairs before they are read.
+Rendering and tokenization are left to `tokenization`. With `join_labelled`, rows with a label are joined to pairs
+before they are read.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from thresher.data.example import Kind
 from thresher.data.rows.messages import (
     SYSTEM_ROLES,
     Message,
@@ -30,12 +32,17 @@ from thresher.errors import UserError, nearest
 
 # rendering is quadratic: each assistant message is rendered with all messages before it
 MAX_MESSAGES = 1000
+# the lengths of all examples are stored in a table as wide as the longest list
+MAX_RESPONSES = 256
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 _MAX_NAMES = 40
 # variables of the chat template: TRL's name and the config's
 _ARGUMENTS = ("chat_template_kwargs", "template_arguments")
 # of the chosen and the rejected response, as UltraFeedback and others name them
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
+# of a list of responses: in each of them, or in a column with one number for each
+_LIST_SCORES = ("overall_score", "score", "rating", "reward", "rank")
+_LIST_TEXTS = ("completion", "response", "text", "answer", "content", "output")
 _OPTIONAL = ("system", "tools", "margin", "weight", *_ARGUMENTS, *(name for names in _SCORES for name in names))
 
 
@@ -44,18 +51,17 @@ class PlainText:
     """The exact text of a row for `template=raw`, where messages lose some of it; the text is prompt + segments."""
 
     prompt: str
-    chosen: tuple[TextSegment, ...]
-    rejected: tuple[TextSegment, ...]
+    responses: tuple[tuple[TextSegment, ...], ...]
 
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """One pair before tokenization."""
+    """One example before tokenization."""
 
     prompt: list[Message]
-    # the messages after the prompt; the first and the last are from the assistant
-    chosen: list[Message]
-    rejected: list[Message]
+    # of each the messages after the prompt; the first and the last are from the assistant
+    responses: tuple[list[Message], ...]
+    values: tuple[float, ...] = ()  # a label or a score of each response, none in pairs
     tools: list[dict[str, Any]] | None = None
     plain: PlainText | None = None
     weight: float = 1.0
@@ -73,14 +79,20 @@ class RowFormat:
     read: Callable[[Row], PreferenceRow]
     optional: tuple[str, ...] = _OPTIONAL
     matches: Callable[[Row], bool] = lambda row: True  # whether the values have the types of this format
-    is_unpaired: bool = False
     is_tokenized: bool = False
+    kind: Kind = "pairs"
+
+    @property
+    def is_labelled(self) -> bool:
+        return "label" in self.required
 
 
 def _read_instruction(row: Row) -> PreferenceRow:
-    prompt = _history(row.get("history"))
-    prompt.append({"role": "user", "content": _with_input(row, _text(row, "instruction"))})
-    return _pair(row, prompt, _side(row, "chosen"), _side(row, "rejected"))
+    return _pair(row, _instruction(row), _side(row, "chosen"), _side(row, "rejected"))
+
+
+def _instruction(row: Row) -> list[Message]:
+    return [*_history(row.get("history")), {"role": "user", "content": _with_input(row, _text(row, "instruction"))}]
 
 
 def _read_ranked_output(row: Row) -> PreferenceRow:
@@ -110,7 +122,7 @@ def _read_prompt(row: Row) -> PreferenceRow:
             raise BadRowError(f"`{column}` must be a list of messages, got text")
         value = _with_input(row, value)
         if isinstance(chosen, str) and isinstance(rejected, str):
-            return _read_texts(row, value, chosen, rejected)
+            return _read_texts(row, value, [chosen, rejected])
     prompt = to_messages(value, "user", column)
     sides = _side(row, "chosen"), _side(row, "rejected")
     if sides[0] and sides[0][0]["role"] != "assistant":
@@ -166,21 +178,118 @@ def _read_rejected_messages(row: Row) -> PreferenceRow:
     return _read_conversations({**row, "chosen": row["messages"], "rejected": row["rejected_messages"]})
 
 
-def _read_texts(row: Row, prompt: str, chosen: str, rejected: str) -> PreferenceRow:
+def _read_rejected_answers(row: Row) -> PreferenceRow:
+    """ms-swift: the same with several rejected answers."""
+    messages, rejected = to_messages(row["messages"], "user", "messages"), row["rejected_response"]
+    if not isinstance(rejected, list):
+        raise BadRowError("`rejected_response` must be a list, as in the first row")
+    values = (1.0, *(0.0 for _ in rejected))
+    return _read_responses(row, messages[:-1], [messages[-1:], *rejected], values)
+
+
+def _read_ranked_outputs(row: Row) -> PreferenceRow:
+    """LLaMA-Factory's earlier ranking data with more than two answers, the best first."""
+    output = row["output"]
+    if not isinstance(output, list):
+        raise BadRowError("`output` must be a list of answers, as in the first row")
+    return _read_responses(row, _instruction(row), output, tuple(float(-rank) for rank in range(len(output))))
+
+
+def _read_list(prompt: str, column: str) -> Callable[[Row], PreferenceRow]:
+    def read(row: Row) -> PreferenceRow:
+        items = row[column]
+        if not isinstance(items, list) or not items:
+            raise BadRowError(f"`{column}` must be a list of responses")
+        name = next((f"{name}s" for name in _LIST_SCORES if row.get(f"{name}s") is not None), None)
+        scored: Any = items if name is None else row[name]
+        if not isinstance(scored, list) or len(scored) != len(items):
+            raise BadRowError(f"`{name}` must be a list with a number for each response of `{column}`")
+        values = [_score(each if name is None else {name[:-1]: each}, column) for each in scored]
+        order = sorted(range(len(items)), key=lambda at: -values[at])
+        responses = [_response(items[at], column) for at in order]
+        asked = _instruction(row) if prompt == "instruction" else row[prompt]
+        return _read_responses(row, asked, responses, tuple(values[at] for at in order), prompt)
+
+    return read
+
+
+def _score(item: Any, column: str) -> float:
+    """Return a score, or a negative rank: the higher is better."""
+    name = next((name for name in _LIST_SCORES if isinstance(item, dict) and item.get(name) not in (None, "")), None)
+    if name is None:
+        raise BadRowError(
+            f"a response of `{column}` has no score; write {', '.join(_LIST_SCORES[:-1])} or rank into each, or a "
+            "column `scores` or `ranks` with a list of numbers"
+        )
+    number = float(np.float32(_number(item, name, 0.0)))  # as it is stored
+    return 0.0 - number if name == "rank" else number
+
+
+def _response(item: Any, column: str) -> Any:
+    if not isinstance(item, dict) or "role" in item or "from" in item:
+        return item
+    name = next((name for name in _LIST_TEXTS if item.get(name) is not None), None)
+    if name is None:
+        raise BadRowError(f"a response of `{column}` has no text; name it {', '.join(_LIST_TEXTS[:-1])} or output")
+    return item[name]
+
+
+def _read_answer(column: str, *, labelled: bool) -> Callable[[Row], PreferenceRow]:
+    def read(row: Row) -> PreferenceRow:
+        prompt, answer = split_answer(row, column)
+        return _read_responses(row, prompt, [answer], (float(not labelled or read_label(row["label"])),), column)
+
+    return read
+
+
+def split_answer(row: Row, column: str) -> tuple[Any, Any]:
+    """Return the prompt in `column` and the answer, which ends the conversation or is in a column of its own."""
+    if column == "prompt":
+        return row["prompt"], row["completion"]
+    if column == "instruction":
+        return _instruction(row), row["output"]
+    messages = to_messages(row[column], "user", column)
+    end = len(messages)
+    while end > 0 and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if end in (0, len(messages)):
+        raise BadRowError(f"`{column}` must have a prompt and end with an assistant turn")
+    return messages[:end], messages[end:]
+
+
+def read_label(value: Any) -> bool:
+    """Read a label: true for a desirable answer."""
+    label = {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
+    if label is None:
+        raise BadRowError(f"`label` must be true or false, got {quoted(value)}")
+    return label
+
+
+def _read_responses(
+    row: Row, prompt: Any, responses: Sequence[Any], values: tuple[float, ...], column: str = "prompt"
+) -> PreferenceRow:
+    if isinstance(prompt, str) and all(isinstance(each, str) for each in responses):
+        return _read_texts(row, prompt, responses, values)
+    sides = tuple(to_messages(each, "assistant", f"response {at + 1}") for at, each in enumerate(responses))
+    return _to_row(row, to_messages(prompt, "user", column), sides, values)
+
+
+def _read_texts(row: Row, prompt: str, texts: Sequence[str], values: tuple[float, ...] = ()) -> PreferenceRow:
     if is_transcript(prompt) and prompt.rstrip().endswith("\n\nAssistant:"):
         messages = parse_transcript(prompt, "prompt").messages[:-1]
     else:
         messages = [{"role": "user", "content": prompt}]
     system = _text(row, "system", "")
-    plain = PlainText(f"{system}\n\n{prompt}" if system else prompt, (TextSegment(chosen),), (TextSegment(rejected),))
-    return _pair(row, messages, _side(row, "chosen"), _side(row, "rejected"), plain)
+    plain = PlainText(f"{system}\n\n{prompt}" if system else prompt, tuple((TextSegment(text),) for text in texts))
+    return _to_row(row, messages, tuple(to_messages(text, "assistant", "text") for text in texts), values, plain)
 
 
 def _read_transcripts(row: Row) -> PreferenceRow:
     chosen = parse_transcript(_text(row, "chosen"), "chosen")
     rejected = parse_transcript(_text(row, "rejected"), "rejected")
     turn = split_shared_prefix(chosen.messages, rejected.messages)
-    plain = PlainText(chosen.text[: chosen.offsets[turn][1]], chosen.segments_from(turn), rejected.segments_from(turn))
+    segments = chosen.segments_from(turn), rejected.segments_from(turn)
+    plain = PlainText(chosen.text[: chosen.offsets[turn][1]], segments)
     return _pair(row, chosen.messages[:turn], chosen.messages[turn:], rejected.messages[turn:], plain)
 
 
@@ -206,15 +315,37 @@ def _read_openai(row: Row) -> PreferenceRow:
 def _read_evals(row: Row) -> PreferenceRow:
     question = _text(row, "question")
     chosen, rejected = _text(row, "answer_matching_behavior"), _text(row, "answer_not_matching_behavior")
-    return _read_texts({**row, "chosen": chosen, "rejected": rejected}, question, chosen, rejected)
+    return _read_texts(row, question, [chosen, rejected])
 
 
 def _not_read(row: Row) -> PreferenceRow:
-    raise AssertionError(f"rows with columns {sorted(row)} are joined to pairs, or have token ids instead of text")
+    raise AssertionError(f"rows with columns {sorted(row)} have token ids instead of text")
 
 
 def _has(column: str, *types: type) -> Callable[[Row], bool]:
     return lambda row: isinstance(row[column], types)
+
+
+def _has_more(column: str, length: int) -> Callable[[Row], bool]:
+    return lambda row: isinstance(row[column], list) and len(row[column]) > length
+
+
+def _list_format(name: str, prompt: str, column: str, least: int = 0) -> RowFormat:
+    optional = (*_WITH_HISTORY, *(f"{score}s" for score in _LIST_SCORES))
+    return RowFormat(
+        name, (prompt, column), _read_list(prompt, column), optional, _has_more(column, least), kind="lists"
+    )
+
+
+def _answer_formats(labelled_name: str, answered_name: str, *required: str) -> tuple[RowFormat, RowFormat]:
+    """Rows with an answer and a label, called `kto_tag` in LLaMA-Factory; and rows without a label, all desirable."""
+    optional = _WITH_HISTORY if required[0] == "instruction" else _OPTIONAL
+    labelled, answer = (_read_answer(required[0], labelled=labelled) for labelled in (True, False))
+    return (
+        RowFormat(labelled_name, (*required, "label"), labelled, (*optional, "kto_tag"), kind="labels"),
+        # a null label in the first row does not make all rows desirable
+        RowFormat(answered_name, required, answer, optional, lambda row: "label" not in row, kind="labels"),
+    )
 
 
 _SIDES = ("chosen", "rejected")
@@ -232,22 +363,45 @@ FORMATS = (
     RowFormat("evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _read_evals),
     RowFormat("instruction", ("instruction", *_SIDES), _read_instruction, _WITH_HISTORY),
     # a text is an answer without a rejected one
+    RowFormat(
+        "ranked_outputs",
+        ("instruction", "output"),
+        _read_ranked_outputs,
+        _WITH_HISTORY,
+        _has_more("output", 2),
+        kind="lists",
+    ),
     RowFormat("ranked_output", ("instruction", "output"), _read_ranked_output, _WITH_HISTORY, _has("output", list)),
     RowFormat("prompt", ("prompt", *_SIDES), _read_prompt, ("input", *_OPTIONAL)),
     RowFormat("messages", ("messages", *_SIDES), _read_prompt),
     RowFormat("conversations", ("conversations", *_SIDES), _read_prompt),
     # ColossalChat: the turns before the answers; in other formats, a text that is not read
     RowFormat("context", ("context", *_SIDES), _read_prompt_in("context"), matches=_has("context", list)),
+    _list_format("context_completions", "context", "completions", 2),
     RowFormat("ranked_completions", ("context", "completions"), _read_ranked),
+    _list_format("completions", "prompt", "completions"),
+    _list_format("instruction_completions", "instruction", "completions"),
+    _list_format("message_completions", "messages", "completions"),
+    _list_format("responses", "prompt", "responses"),
+    _list_format("answers", "prompt", "answers"),
+    RowFormat(
+        "rejected_responses",
+        ("messages", "rejected_response"),
+        _read_rejected_answers,
+        matches=_has("rejected_response", list),
+        kind="lists",
+    ),
     RowFormat("rejected_response", ("messages", "rejected_response"), _read_rejected_answer),
     RowFormat("rejected_messages", ("messages", "rejected_messages"), _read_rejected_messages),
     RowFormat("transcripts", _SIDES, _read_transcripts, matches=lambda row: is_transcript(row["chosen"])),
     RowFormat("whole_conversations", _SIDES, _read_conversations, matches=_has("chosen", list, dict)),
     # after the formats of whole conversations, which may have a column `question` that they do not read
     RowFormat("question", ("question", *_SIDES), _read_prompt_in("question"), ("input", *_OPTIONAL)),
-    RowFormat("labelled_completions", ("prompt", "completion", "label"), _not_read, is_unpaired=True),
-    RowFormat("labelled_messages", ("messages", "label"), _not_read, is_unpaired=True),
-    RowFormat("labelled_conversations", ("conversations", "label"), _not_read, is_unpaired=True),
+    # these last: a row with a rejected side is no row of one answer
+    *_answer_formats("labelled_completions", "answered_completions", "prompt", "completion"),
+    *_answer_formats("labelled_messages", "answered_messages", "messages"),
+    *_answer_formats("labelled_conversations", "answered_conversations", "conversations"),
+    *_answer_formats("labelled_instructions", "answered_instructions", "instruction", "output"),
 )
 FORMAT_BY_NAME = {row_format.name: row_format for row_format in FORMATS}
 
@@ -291,6 +445,8 @@ def _names(row: Row) -> str:
 
 def rename(row: Row, column_names: Mapping[str, str]) -> Row:
     """Rename columns to their standard names; `column_names` maps standard names to the user's."""
+    if "kto_tag" in row and "label" not in row:
+        row = {**row, "label": row["kto_tag"]}
     if not column_names:
         return row
     # a column that already has the standard name is replaced by the one that the user named
@@ -303,7 +459,10 @@ def to_preference_row(row: Row, row_format: RowFormat, column_names: Mapping[str
     row = rename(row, column_names)
     check_columns(row, row_format, column_names)
     read = row_format.read(row)
-    for name, side in (("chosen", read.chosen), ("rejected", read.rejected)):
+    if len(read.responses) > MAX_RESPONSES:
+        raise BadRowError(f"{len(read.responses)} responses; the limit is {MAX_RESPONSES}")
+    for number, side in enumerate(read.responses):
+        name = ("chosen", "rejected")[number] if row_format.kind == "pairs" else f"response {number + 1}"
         if not side:
             raise BadRowError(f"`{name}` has no messages")
         if len(side) > MAX_MESSAGES:
@@ -342,6 +501,16 @@ def read_numbers(row: Row) -> tuple[float, float]:
 def _pair(
     row: Row, prompt: list[Message], chosen: list[Message], rejected: list[Message], plain: PlainText | None = None
 ) -> PreferenceRow:
+    return _to_row(row, prompt, (chosen, rejected), (), plain)
+
+
+def _to_row(
+    row: Row,
+    prompt: list[Message],
+    responses: tuple[list[Message], ...],
+    values: tuple[float, ...],
+    plain: PlainText | None = None,
+) -> PreferenceRow:
     system = _text(row, "system", "")
     if system and prompt and prompt[0]["role"] == "system":
         if prompt[0]["content"] != system:
@@ -349,8 +518,8 @@ def _pair(
     elif system:
         prompt = [{"role": "system", "content": system}, *prompt]
     tools, arguments = to_tools(row.get("tools")), _template_arguments(row)
-    numbers = read_numbers(row)
-    return PreferenceRow(prompt, chosen, rejected, tools, plain, *numbers, arguments, _prefers_rejected(row))
+    contradicts = not values and _prefers_rejected(row)
+    return PreferenceRow(prompt, responses, values, tools, plain, *read_numbers(row), arguments, contradicts)
 
 
 def _prefers_rejected(row: Row) -> bool:

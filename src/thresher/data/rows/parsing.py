@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.pair import Pair, TokenIds
+from thresher.data.example import Example, TokenIds
 
 # a pair of a million tokens is about 10 MB; a longer line is a file without line ends or a decompression bomb
 MAX_ROW_BYTES = 32 << 20
@@ -141,7 +141,7 @@ def quoted(value: Any) -> str:
 Mask = npt.NDArray[np.bool_]
 
 
-def read_tokenized(row: Row, vocab_size: int, weight: float, margin: float) -> Pair:
+def read_tokenized(row: Row, vocab_size: int, weight: float, margin: float) -> Example:
     """Read a row of token ids with loss masks, as ColossalChat's `prepare_dataset.py` writes them: no template.
 
     The prompt is what precedes the first scored token, and must be the same on both sides. Tokens after the last scored
@@ -154,7 +154,7 @@ def read_tokenized(row: Row, vocab_size: int, weight: float, margin: float) -> P
         raise BadRowError(
             f"the tokens before the first scored token differ between the sides ({len(prompt)} and {len(other)} tokens)"
         )
-    return Pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+    return Example.pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
 
 
 def _read_side(row: Row, side: str, vocab_size: int) -> tuple[TokenIds, TokenIds, Mask | None]:

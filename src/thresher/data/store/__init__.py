@@ -1,5 +1,5 @@
-"""On-disk store of tokenized pairs: memory-mapped Arrow shards, written once."""
+"""On-disk store of tokenized examples: memory-mapped Arrow shards, written once."""
 
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 
-__all__ = ["PairStore"]
+__all__ = ["ExampleStore"]

@@ -1,39 +1,38 @@
-"""Convert pairs to Arrow record batches and compute their content hashes."""
+"""Convert examples to Arrow record batches and compute their content hashes."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.pair import Pair
-from thresher.data.store.reader import HASH_BYTES, SCHEMA, fixed_width_values
+from thresher.data.example import Example, Kind, Response
+from thresher.data.store.reader import HASH_BYTES, SCHEMA, fixed_width_values, schema_of
 
 
 @dataclass(frozen=True)
 class PairHashes:
-    """Hashes of token ids and masks; `swapped` is the hash of the pair with its sides exchanged."""
+    """Hashes of token ids and masks; `swapped` is the hash of the example with its responses in reverse order."""
 
     pair: bytes
     swapped: bytes
     prompt: bytes
 
 
-def hash_pair(pair: Pair) -> PairHashes:
-    """Hash the model's input: token ids and masks, without weight and margin."""
+def hash_pair(pair: Example) -> PairHashes:
+    """Hash the model's input: token ids and masks, without values, weight and margin."""
     prompt = _hash(pair.prompt_ids.astype("<i4").tobytes())
-    chosen = _hash_side(pair.chosen_ids, pair.chosen_mask)
-    rejected = _hash_side(pair.rejected_ids, pair.rejected_mask)
-    return PairHashes(_hash(prompt + chosen + rejected), _hash(prompt + rejected + chosen), prompt)
+    sides = [_hash_response(response) for response in pair.responses]
+    return PairHashes(_hash(b"".join([prompt, *sides])), _hash(b"".join([prompt, *sides[::-1]])), prompt)
 
 
-def _hash_side(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_] | None) -> bytes:
-    ids_hash = _hash(ids.astype("<i4").tobytes())
+def _hash_response(response: Response) -> bytes:
+    ids_hash, mask = _hash(response.ids.astype("<i4").tobytes()), response.mask
     # a mask that scores every token is equivalent to no mask
     return ids_hash if mask is None or mask.all() else _hash(ids_hash + mask.astype(np.uint8).tobytes())
 
@@ -42,14 +41,36 @@ def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 
-def pairs_to_record_batch(pairs: Sequence[Pair], hashes: Sequence[PairHashes]) -> Any:
-    """Build a record batch with the columns of `SCHEMA`."""
-    values: dict[str, list[Any]] = {field.name: [getattr(pair, field.name) for pair in pairs] for field in fields(Pair)}
-    values |= {"hash": [each.pair for each in hashes], "prompt_hash": [each.prompt for each in hashes]}
+def pairs_to_record_batch(pairs: Sequence[Example], hashes: Sequence[PairHashes], kind: Kind = "pairs") -> Any:
+    """Build a record batch with the columns of a kind of examples."""
+    values: dict[str, list[Any]] = {
+        "prompt_ids": [pair.prompt_ids for pair in pairs],
+        "weight": [pair.weight for pair in pairs],
+        "margin": [pair.margin for pair in pairs],
+        "hash": [each.pair for each in hashes],
+        "prompt_hash": [each.prompt for each in hashes],
+    }
+    if kind == "pairs":
+        for name, side in (("chosen", 0), ("rejected", 1)):
+            values[f"{name}_ids"] = [pair.responses[side].ids for pair in pairs]
+            values[f"{name}_mask"] = [pair.responses[side].mask for pair in pairs]
+    else:
+        lists = [pair.responses for pair in pairs]
+        values["response_ids"] = [np.concatenate([each.ids for each in responses]) for responses in lists]
+        values["response_lengths"] = [np.array([len(each.ids) for each in responses]) for responses in lists]
+        values["response_mask"] = [_joined_mask(responses) for responses in lists]
+        values["values"] = [np.array([each.value for each in responses]) for responses in lists]
+    schema = schema_of(kind)
     columns = [
-        (list_array if pa.types.is_list(field.type) else pa.array)(values[field.name], field.type) for field in SCHEMA
+        (list_array if pa.types.is_list(field.type) else pa.array)(values[field.name], field.type) for field in schema
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _joined_mask(responses: Sequence[Response]) -> npt.NDArray[np.bool_] | None:
+    if all(each.mask is None for each in responses):
+        return None
+    return np.concatenate([np.ones(len(each.ids), np.bool_) if each.mask is None else each.mask for each in responses])
 
 
 def list_array(values: Sequence[npt.NDArray[Any] | None], list_type: Any) -> Any:
@@ -88,12 +109,36 @@ def rebuild_buffers(batch: Any) -> Any:
         else:
             values = fixed_width_values(column, np.dtype(f"V{column.type.byte_width}")).tobytes()
             columns.append(pa.Array.from_buffers(column.type, len(column), [None, pa.py_buffer(values)]))
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
 def lengths_of(batch: Any) -> npt.NDArray[np.int32]:
-    """Return the token counts of a record batch: [pairs, (prompt, chosen, rejected)]."""
-    return np.stack([np.diff(batch.column(column).offsets.to_numpy()) for column in range(3)], axis=1)
+    """Return the token counts of a record batch: [examples, (prompt, response, response...)], 0 for absent ones."""
+    if batch.schema.equals(SCHEMA):
+        return np.stack([np.diff(batch.column(column).offsets.to_numpy()) for column in range(3)], axis=1)
+    column = batch.column("response_lengths")
+    counts = np.diff(column.offsets.to_numpy())
+    lengths = np.zeros((len(counts), 1 + counts.max(initial=1)), dtype=np.int32)
+    lengths[:, 0] = np.diff(batch.column("prompt_ids").offsets.to_numpy())
+    lengths[:, 1:][np.arange(lengths.shape[1] - 1) < counts[:, None]] = column.flatten().to_numpy()
+    return lengths
+
+
+def scored_lengths_of(batch: Any, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+    """Return the scored tokens of each response, given `lengths_of` the batch; None if it has no masks."""
+    scored, has_masks = lengths[:, 1:].copy(), False
+    if batch.schema.equals(SCHEMA):
+        for side, column in enumerate((batch.column("chosen_mask"), batch.column("rejected_mask"))):
+            for row in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)):
+                has_masks = True
+                scored[row, side] = column[int(row)].values.true_count
+        return scored if has_masks else None
+    column = batch.column("response_mask")
+    for row in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)):
+        has_masks = True
+        mask, sizes = column[int(row)].values.to_numpy(zero_copy_only=False), scored[row][scored[row] > 0]
+        scored[row, : len(sizes)] = np.add.reduceat(mask.astype(np.int32), np.cumsum(sizes) - sizes)
+    return scored if has_masks else None
 
 
 def find_sorted(keys: npt.NDArray[Any], sorted_keys: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

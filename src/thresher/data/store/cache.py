@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thresher import durable
-from thresher.data.store.reader import PairStore
+from thresher.data.store.reader import ExampleStore
 from thresher.data.store.writer import Staging, quarantine_file
 from thresher.errors import UserError
 
@@ -75,7 +75,7 @@ class StoreCache:
         logger.info("using prepared pairs from the cache in %s", output)
         return True
 
-    def add(self, store: PairStore) -> None:
+    def add(self, store: ExampleStore) -> None:
         """Add a store, unless the cache has it; a cache that cannot be written is reported and does no harm."""
         entry = self.root / store.fingerprint
         if quarantine_file(store.path).exists():
@@ -100,7 +100,7 @@ class StoreCache:
 
     def _copy(self, entry: Path, target: Path) -> bool:
         try:
-            store = PairStore.open(entry, expected_fingerprint=entry.name)
+            store = ExampleStore.open(entry, expected_fingerprint=entry.name)
             store.verify()
             _link_files(store, target)
         except UserError as error:
@@ -133,7 +133,7 @@ class StoreCache:
             return None  # a cache that is read-only or has no locks: preparing pairs twice is safe
 
 
-def _link_files(store: PairStore, target: Path) -> None:
+def _link_files(store: ExampleStore, target: Path) -> None:
     for name in store.file_names:
         source, destination = store.path / name, target / name
         if source.is_symlink():
@@ -172,7 +172,7 @@ def verify_stores(root: Path) -> Iterator[tuple[Path, str | None]]:
     for entry in _entries(root):
         problem = None
         try:
-            PairStore.open(entry, expected_fingerprint=entry.name).verify()
+            ExampleStore.open(entry, expected_fingerprint=entry.name).verify()
         except UserError as error:
             problem = str(error)
         yield entry, problem
@@ -194,7 +194,7 @@ def _entries(root: Path) -> list[Path]:
 def _describe(entry: Path) -> CachedStore:
     last_used = entry.stat().st_mtime
     try:
-        store = PairStore.open(entry)
+        store = ExampleStore.open(entry)
         sources = tuple(str(file["name"]) for file in store.manifest["report"]["files"])
     except (UserError, KeyError, TypeError) as error:
         size = sum(path.lstat().st_size for path in entry.rglob("*") if not path.is_dir())

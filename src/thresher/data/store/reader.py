@@ -1,8 +1,8 @@
-"""Read tokenized pairs from a memory-mapped store; `writer` creates it.
+"""Read tokenized examples from a memory-mapped store; `writer` creates it.
 
-A store is a directory with `manifest.json`, `lengths.bin`, Arrow IPC files in `shards/`, and `scored.bin` if any pair
-has a loss mask. Opening reads only the manifest; a shard is mapped on first access, so opening takes the same time for
-ten pairs and for a hundred million.
+A store is a directory with `manifest.json`, `lengths.bin`, Arrow IPC files in `shards/`, and `scored.bin` if there are
+loss masks; one of labels or lists also has `prompts.bin`, the hashes of the prompts. Opening reads only the manifest; a
+shard is mapped on first access, so opening takes the same time for ten pairs and for a hundred million.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch, Kind, Response
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
 
@@ -54,7 +54,8 @@ def _mix(hashes: npt.NDArray[Any], seed: int) -> Keys:
     return np.asarray(keys ^ (keys >> np.uint64(31)), dtype=np.uint64)
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of pairs
+RESPONSES_VERSION = 2  # of other kinds, which earlier versions cannot read
 ROWS_PER_RECORD_BATCH = 1024
 HASH_BYTES = 16
 # each mapped shard uses a file descriptor, of which 1024 is a common limit, and a run maps the shards of the training
@@ -63,6 +64,12 @@ MAX_OPEN_SHARDS = 256
 
 _TOKEN_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
 _MASK = pa.list_(pa.field("item", pa.bool_(), nullable=False))
+_NUMBERS = (
+    pa.field("weight", pa.float32(), nullable=False),
+    pa.field("margin", pa.float32(), nullable=False),
+    pa.field("hash", pa.binary(HASH_BYTES), nullable=False),
+    pa.field("prompt_hash", pa.binary(HASH_BYTES), nullable=False),
+)
 SCHEMA = pa.schema(
     [
         pa.field("prompt_ids", _TOKEN_IDS, nullable=False),
@@ -70,10 +77,18 @@ SCHEMA = pa.schema(
         pa.field("rejected_ids", _TOKEN_IDS, nullable=False),
         pa.field("chosen_mask", _MASK),
         pa.field("rejected_mask", _MASK),
-        pa.field("weight", pa.float32(), nullable=False),
-        pa.field("margin", pa.float32(), nullable=False),
-        pa.field("hash", pa.binary(HASH_BYTES), nullable=False),
-        pa.field("prompt_hash", pa.binary(HASH_BYTES), nullable=False),
+        *_NUMBERS,
+    ]
+)
+# of other kinds: the responses of an example are concatenated
+_RESPONSES_SCHEMA = pa.schema(
+    [
+        pa.field("prompt_ids", _TOKEN_IDS, nullable=False),
+        pa.field("response_ids", _TOKEN_IDS, nullable=False),
+        pa.field("response_lengths", _TOKEN_IDS, nullable=False),
+        pa.field("response_mask", _MASK),
+        pa.field("values", pa.list_(pa.field("item", pa.float32(), nullable=False)), nullable=False),
+        *_NUMBERS,
     ]
 )
 LENGTH_DTYPE = np.dtype("<u4")
@@ -82,7 +97,12 @@ HASH_DTYPE = np.dtype(f"V{HASH_BYTES}")
 Hashes = npt.NDArray[np.void]
 
 
-class _BatchView:
+def schema_of(kind: Kind) -> Any:
+    """Return the columns of a shard."""
+    return SCHEMA if kind == "pairs" else _RESPONSES_SCHEMA
+
+
+class _PairsView:
     """A record batch as numpy views, because indexing Arrow scalars costs more than reading the tokens."""
 
     def __init__(self, batch: Any) -> None:
@@ -91,32 +111,51 @@ class _BatchView:
         self._masks = [column if column.null_count < len(column) else None for column in batch.columns[3:5]]
         self._weights, self._margins = (np.from_dlpack(batch.column(at)) for at in (5, 6))
 
-    def pair(self, row: int) -> Pair:
-        # copies, not views: a pair stays valid and writable after its shard is unmapped
+    def example(self, row: int) -> Example:
+        # copies, not views: an example stays valid and writable after its shard is unmapped
         prompt, chosen, rejected = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._ids)
         chosen_mask, rejected_mask = (None if column is None else _mask(column[row]) for column in self._masks)
         weight, margin = float(self._weights[row]), float(self._margins[row])
-        return Pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+        return Example.pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+
+
+class _ResponsesView:
+    """The same for the other kinds."""
+
+    def __init__(self, batch: Any) -> None:
+        self._lists = [list_views(batch.column(at)) for at in (0, 1, 2, 4)]
+        self._masks = batch.column(3)
+        self._weights, self._margins = (np.from_dlpack(batch.column(at)) for at in (5, 6))
+
+    def example(self, row: int) -> Example:
+        prompt, ids, lengths, values = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._lists)
+        ends = np.cumsum(lengths)[:-1]
+        mask = _mask(self._masks[row])
+        # a response without a mask has a true one if another response of the example has one
+        masks = [None] * len(lengths) if mask is None else [None if m.all() else m for m in np.split(mask, ends)]
+        responses = map(Response, np.split(ids, ends), masks, values.tolist())
+        return Example(prompt, tuple(responses), float(self._weights[row]), float(self._margins[row]))
 
 
 class StoreShard:
-    """One memory-mapped Arrow file; each record batch but the last holds `ROWS_PER_RECORD_BATCH` pairs."""
+    """One memory-mapped Arrow file; each record batch but the last holds `ROWS_PER_RECORD_BATCH` examples."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: Kind = "pairs") -> None:
         self._path = path
+        self._view = _PairsView if kind == "pairs" else _ResponsesView
         with self._reading():
             self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            if not self._reader.schema.equals(SCHEMA):
+            if not self._reader.schema.equals(schema_of(kind)):
                 raise ValueError("unexpected columns")
-        self._batches: dict[int, _BatchView] = {}
+        self._batches: dict[int, _PairsView | _ResponsesView] = {}
 
-    def pair(self, row: int) -> Pair:
+    def example(self, row: int) -> Example:
         number, row = divmod(row, ROWS_PER_RECORD_BATCH)
         if number not in self._batches:
             with self._reading():
-                self._batches[number] = _BatchView(self._batch(number, check_offsets=True))
+                self._batches[number] = self._view(self._batch(number, check_offsets=True))
         try:
-            return self._batches[number].pair(row)
+            return self._batches[number].example(row)
         except IndexError:
             raise UserError(f"{self._path} has fewer pairs than its manifest states; prepare the store again") from None
 
@@ -171,8 +210,8 @@ class StoreFile:
             )
 
 
-class PairStore:
-    """Pairs of a prepared directory, or of a split of it, read by number."""
+class ExampleStore:
+    """Examples of a prepared directory, or of a split of it, read by number."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any], split: Split | None = None) -> None:
         self.path = path
@@ -180,19 +219,23 @@ class PairStore:
         self._split = split
         self._numbers: npt.NDArray[np.int64] | None = None
         files = [StoreFile(**entry) for entry in manifest["shards"]]
+        self.kind: Kind = manifest.get("kind", "pairs")
+        self.num_responses = int(manifest.get("num_responses", 2))  #: of the example with most
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
-        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name))
-        self.digest = str(manifest["content_digest"])  #: of all pairs in order, independent of the shard size
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name, self.kind))
+        self.digest = str(manifest["content_digest"])  #: of all examples in order, independent of the shard size
         self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings
         self.tokenizer_digest = str(manifest.get("tokenizer_digest", "unknown"))
-        self.longest_pair = int(manifest["longest_pair"])  #: tokens of a prompt plus its longer response
-        #: `weight` and `margin`, each if it differs from the default in at least one pair
+        self.longest_pair = int(manifest["longest_pair"])  #: tokens of a prompt plus its longest response
+        #: `weight` and `margin`, each if it differs from the default in at least one example
         self.columns_in_use = frozenset(manifest["columns_in_use"])
-        #: tokens of (prompt, chosen, rejected) per pair
-        self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 3)
+        #: tokens of the prompt and each response, such as (prompt, chosen, rejected); 0 for absent responses
+        self.lengths: Lengths = _map_lengths(path / "lengths.bin", len(self), 1 + self.num_responses)
         has_masks = any(entry["name"] == "scored.bin" for entry in manifest["indexes"])
-        #: scored tokens of (chosen, rejected) per pair
-        self.scored_lengths = _map_lengths(path / "scored.bin", len(self), 2) if has_masks else self.lengths[:, 1:]
+        #: scored tokens of each response
+        self.scored_lengths = self.lengths[:, 1:]
+        if has_masks:
+            self.scored_lengths = _map_lengths(path / "scored.bin", len(self), self.num_responses)
         if split is not None:
             self._select(split)
 
@@ -205,15 +248,15 @@ class PairStore:
         self.digest = hashlib.sha256(f"{self.digest} {split}".encode()).hexdigest()
         self._numbers = numbers
 
-    def split(self, share: float, seed: int) -> tuple[PairStore, PairStore]:
+    def split(self, share: float, seed: int) -> tuple[ExampleStore, ExampleStore]:
         """Return the pairs to train on and the share of pairs that is held out, by prompt."""
-        train, held_out = (PairStore(self.path, self.manifest, Split(share, seed, side)) for side in (False, True))
+        train, held_out = (ExampleStore(self.path, self.manifest, Split(share, seed, side)) for side in (False, True))
         if len(train) == 0:
             raise UserError(f"all {len(self)} pairs of {self.path} have one prompt, so none can be held out")
         return train, held_out
 
     @classmethod
-    def open(cls, path: str | Path, expected_fingerprint: str | None = None) -> PairStore:
+    def open(cls, path: str | Path, expected_fingerprint: str | None = None) -> ExampleStore:
         """Open a store; check the sizes of its files and, if given, its fingerprint."""
         path = Path(path)
         manifest = read_manifest(path)
@@ -237,19 +280,19 @@ class PairStore:
         """Return the number of a pair in the whole store, which `thresher inspect` shows."""
         return pair_id if self._numbers is None else int(self._numbers[pair_id])
 
-    def __getitem__(self, pair_id: int) -> Pair:
+    def __getitem__(self, pair_id: int) -> Example:
         """Read one pair by its number, from 0."""
         pair_id = int(pair_id)
         if not 0 <= pair_id < len(self):
             raise IndexError(f"pair {pair_id} is outside the store of {len(self)} pairs")
         pair_id = self.number_in_files(pair_id)
         number = int(np.searchsorted(self._shard_starts, pair_id, side="right")) - 1
-        return self._shard(number).pair(pair_id - int(self._shard_starts[number]))
+        return self._shard(number).example(pair_id - int(self._shard_starts[number]))
 
-    def read(self, pair_ids: npt.NDArray[np.int64]) -> PairBatch:
+    def read(self, pair_ids: npt.NDArray[np.int64]) -> ExampleBatch:
         """Read pairs in the given order."""
         pair_ids = np.asarray(pair_ids, dtype=np.int64)
-        return PairBatch(pair_ids, tuple(self[pair_id] for pair_id in pair_ids.tolist()))
+        return ExampleBatch(pair_ids, tuple(self[pair_id] for pair_id in pair_ids.tolist()))
 
     def hashes(self, column: str = "hash") -> Iterator[Hashes]:
         """Yield one shard's hashes at a time: column `hash` for whole pairs, or `prompt_hash`."""
@@ -259,6 +302,18 @@ class PairStore:
                 first, last = np.searchsorted(self._numbers, [start, start + len(hashes)])
                 hashes = hashes[self._numbers[first:last] - start]
             yield hashes
+
+    def prompt_hashes(self, pair_ids: npt.NDArray[np.int64]) -> Hashes:
+        """Return the hashes of some examples' prompts; of pairs, it reads the hashes of their shards."""
+        numbers = pair_ids if self._numbers is None else self._numbers[pair_ids]
+        if self.kind != "pairs":
+            return np.take(np.memmap(self.path / "prompts.bin", HASH_DTYPE, "r"), numbers)
+        found, shards = np.empty(len(numbers), HASH_DTYPE), np.searchsorted(self._shard_starts, numbers, "right") - 1
+        for shard in np.unique(shards):
+            is_here = shards == shard
+            rows = numbers[is_here] - self._shard_starts[shard]
+            found[is_here] = self._shard(int(shard)).hashes("prompt_hash")[rows]
+        return found
 
     @property
     def file_names(self) -> list[str]:
@@ -290,11 +345,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format_version"]
-        if version == FORMAT_VERSION:
+        if is_known := version == (FORMAT_VERSION if manifest.get("kind", "pairs") == "pairs" else RESPONSES_VERSION):
             _check_fields(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); prepare the store again") from error
-    if version != FORMAT_VERSION:
+    if not is_known:
         raise UserError(f"{path} has store format {version}, but this version reads {FORMAT_VERSION}; prepare it again")
     return manifest
 
@@ -307,8 +362,14 @@ def _check_fields(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"invalid size of {each.name}")
     num_pairs = sum(each.num_pairs for each in files)
     sizes = {each.name: each.size for each in files}
-    for name, width in (("lengths.bin", 3), ("scored.bin", 2)):
-        size = num_pairs * width * LENGTH_DTYPE.itemsize
+    kind, width = manifest.get("kind", "pairs"), manifest.get("num_responses", 2)
+    if kind not in get_args(Kind) or type(width) is not int or width < 1 or (kind == "pairs" and width != 2):
+        raise ValueError(f"invalid kind {kind!r} with {width!r} responses")
+    expected = {"lengths.bin": (1 + width) * LENGTH_DTYPE.itemsize, "scored.bin": width * LENGTH_DTYPE.itemsize}
+    if kind != "pairs":
+        expected["prompts.bin"] = HASH_BYTES
+    for name, row_size in expected.items():
+        size = num_pairs * row_size
         if sizes.get(name, size if name == "scored.bin" else None) != size:
             raise ValueError(f"the size of {name} does not match {num_pairs} pairs")
     texts = [manifest["content_digest"], manifest["identity"], *manifest["columns_in_use"]]

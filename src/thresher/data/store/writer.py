@@ -20,15 +20,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.data.store.arrow_schema import lengths_of, rebuild_buffers
+from thresher.data.example import Kind
+from thresher.data.store.arrow_schema import lengths_of, rebuild_buffers, scored_lengths_of
 from thresher.data.store.reader import (
     FORMAT_VERSION,
+    HASH_BYTES,
     HASH_DTYPE,
     LENGTH_DTYPE,
+    RESPONSES_VERSION,
     ROWS_PER_RECORD_BATCH,
-    SCHEMA,
     StoreFile,
     fixed_width_values,
+    schema_of,
     sha256_of_file,
 )
 from thresher.errors import UserError
@@ -40,6 +43,7 @@ _PROGRESS = "progress.json"
 PAIRS_PER_CHECKPOINT = 32_768
 _CONTENT_DTYPE = np.dtype([("hash", HASH_DTYPE), ("weight", "<f4"), ("margin", "<f4")])
 _CONTENT_COLUMNS = _CONTENT_DTYPE.names or ()
+_ROWS_PER_COPY = 65_536
 # an Arrow file is a magic string padded to 8 bytes, a stream, and a footer
 _STREAM_START = 8
 
@@ -47,7 +51,8 @@ _STREAM_START = 8
 class StoreWriter:
     """Write record batches into shards in the staging directory; `finish` renames it to the output."""
 
-    def __init__(self, output: Path, shard_rows: int, fingerprint: str | None = None) -> None:
+    def __init__(self, output: Path, shard_rows: int, fingerprint: str | None = None, kind: Kind = "pairs") -> None:
+        self._kind = kind
         self._shard_rows = shard_rows
         self._rows_per_batch = min(ROWS_PER_RECORD_BATCH, shard_rows)
         self.staging = Staging(output, fingerprint)
@@ -77,17 +82,56 @@ class StoreWriter:
         self._sink: Any = None
         self._writer: Any = None
         self._batches_in_shard = self._pairs_in_shard = 0
-        self._lengths = open_at(self._content / "lengths.bin", 3 * LENGTH_DTYPE.itemsize * self.pairs_written)
-        self._scored = open_at(self._content / "scored.bin", 2 * LENGTH_DTYPE.itemsize * self.pairs_written)
+        self._num_responses = int(state.get("num_responses", 2 if self._kind == "pairs" else 1))
+        self._indexes = self._open_indexes(self.pairs_written)
         self._has_masks = bool(state.get("has_masks"))
         self._columns_in_use: set[str] = set(state.get("columns_in_use", ()))
         self._longest = int(state.get("longest_pair", 0))
-        self._digest = hashlib.sha256()
+        self._digest, self._values_digest = hashlib.sha256(), hashlib.sha256()
         for shard in self._shards:
-            for batch in _content_columns(self._content / shard.name):
+            for batch in _content_columns(self._content / shard.name, self._kind):
                 self._digest_content(batch)
         if num_batches := int(state.get("batches_in_shard", 0)):
             self._copy_torn_shard(num_batches)
+
+    @property
+    def _index_paths(self) -> dict[str, tuple[Path, int]]:
+        """The staged indexes with their widths; lists may get longer, so their widths are in the names."""
+        width, size = self._num_responses, LENGTH_DTYPE.itemsize
+        if self._kind == "pairs":
+            return {
+                "lengths": (self._content / "lengths.bin", 3 * size),
+                "scored": (self._content / "scored.bin", 2 * size),
+            }
+        directory = self.staging.directory
+        return {
+            "lengths": (directory / f"lengths-{width}.bin", (1 + width) * size),
+            "scored": (directory / f"scored-{width}.bin", width * size),
+            "prompts": (directory / "prompts.bin", HASH_BYTES),
+        }
+
+    def _open_indexes(self, num_rows: int) -> dict[str, BinaryIO]:
+        for name, (path, _) in self._index_paths.items():
+            # after a crash between `finish` and the publication
+            if not path.exists() and (moved := self._content / f"{name}.bin").exists():
+                moved.rename(path)
+        return {name: open_at(path, width * num_rows) for name, (path, width) in self._index_paths.items()}
+
+    def _widen(self, num_responses: int) -> None:
+        """Copy the lengths into wider files; a resume from the last checkpoint needs the narrow ones."""
+        narrow = self._index_paths
+        for name in ("lengths", "scored"):
+            self._indexes[name].close()
+        self._num_responses = num_responses
+        for name in ("lengths", "scored"):
+            (source, old), (path, new) = narrow[name], self._index_paths[name]
+            self._indexes[name] = open_at(path, 0)
+            with source.open("rb") as stream:
+                while len(values := np.fromfile(stream, LENGTH_DTYPE, old // LENGTH_DTYPE.itemsize * _ROWS_PER_COPY)):
+                    rows = values.reshape(-1, old // LENGTH_DTYPE.itemsize)
+                    self._indexes[name].write(
+                        np.pad(rows, ((0, 0), (0, (new - old) // LENGTH_DTYPE.itemsize))).tobytes()
+                    )
 
     def _copy_torn_shard(self, num_batches: int) -> None:
         """Copy the first record batches of the shard that was open at a crash."""
@@ -120,7 +164,7 @@ class StoreWriter:
         return self.pairs_written - self._pairs_saved >= self._pairs_per_checkpoint
 
     def append(self, batch: Any) -> None:
-        """Append pairs, as returned by `pairs_to_record_batch`."""
+        """Append examples, as returned by `pairs_to_record_batch`."""
         if batch.num_rows == 0:
             return
         self._pending.append(batch)
@@ -140,17 +184,24 @@ class StoreWriter:
         if self._writer is not None:
             self._close_shard()
         self._close_files()
-        names = ["lengths.bin", "scored.bin"]
+        paths = {name: path for name, (path, _) in self._index_paths.items()}
         if not self._has_masks:
-            (self._content / names.pop()).unlink()
+            paths.pop("scored").unlink()
+        for name, path in paths.items():
+            path.replace(self._content / f"{name}.bin")
+        digest, of_kind = self._digest.hexdigest(), {}
+        if self._kind != "pairs":
+            digest = hashlib.sha256(self._digest.digest() + self._values_digest.digest()).hexdigest()
+            of_kind = {"kind": self._kind, "num_responses": self._num_responses}
         manifest = {
-            "format_version": FORMAT_VERSION,
+            "format_version": RESPONSES_VERSION if of_kind else FORMAT_VERSION,
+            **of_kind,
             "num_pairs": self.pairs_written,
-            "content_digest": self._digest.hexdigest(),
+            "content_digest": digest,
             "longest_pair": self._longest,
             "columns_in_use": sorted(self._columns_in_use),
             **fields,
-            "indexes": [asdict(self._describe(name)) for name in names],
+            "indexes": [asdict(self._describe(f"{name}.bin")) for name in paths],
             "shards": [asdict(shard) for shard in self._shards],
         }
         content = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
@@ -160,8 +211,8 @@ class StoreWriter:
 
     def _sync(self) -> dict[str, Any]:
         """Flush all files to the disk; return the state that `_begin` needs to resume."""
-        durable.sync_stream(self._lengths)
-        durable.sync_stream(self._scored)
+        for stream in self._indexes.values():
+            durable.sync_stream(stream)
         if self._writer is not None:
             durable.sync_file(self._shard_path)
         return {
@@ -170,13 +221,14 @@ class StoreWriter:
             "has_masks": self._has_masks,
             "columns_in_use": sorted(self._columns_in_use),
             "longest_pair": self._longest,
+            "num_responses": self._num_responses,
         }
 
     def _close_files(self) -> None:
         if self._writer is not None:
             self._close_writer()
-        self._lengths.close()
-        self._scored.close()
+        for stream in self._indexes.values():
+            stream.close()
 
     def _close_writer(self) -> None:
         self._writer.close()
@@ -184,7 +236,7 @@ class StoreWriter:
         self._writer = None
 
     def _write_pending(self, num_rows: int) -> None:
-        table = pa.Table.from_batches(self._pending, schema=SCHEMA)
+        table = pa.Table.from_batches(self._pending, schema=schema_of(self._kind))
         self._pending = table.slice(num_rows).to_batches()
         self._num_pending -= num_rows
         self._write(rebuild_buffers(table.slice(0, num_rows).combine_chunks().to_batches()[0]))
@@ -192,7 +244,7 @@ class StoreWriter:
     def _write(self, batch: Any) -> None:
         if self._writer is None:
             self._sink = pa.OSFile(str(self._shard_path), "wb")
-            self._writer = pa.ipc.new_file(self._sink, SCHEMA)
+            self._writer = pa.ipc.new_file(self._sink, schema_of(self._kind))
         self._writer.write_batch(batch)
         self._batches_in_shard += 1
         self._pairs_in_shard += batch.num_rows
@@ -211,18 +263,22 @@ class StoreWriter:
         for name in _CONTENT_COLUMNS:
             rows[name] = fixed_width_values(batch.column(name), _CONTENT_DTYPE[name])
         self._digest.update(rows.tobytes())
+        if self._kind != "pairs":
+            self._values_digest.update(batch.column("values").flatten().to_numpy().tobytes())
         return rows
 
     def _write_lengths(self, batch: Any) -> None:
         lengths = lengths_of(batch)
-        self._lengths.write(lengths.astype(LENGTH_DTYPE).tobytes())
+        if (num_responses := lengths.shape[1] - 1) > self._num_responses:
+            self._widen(num_responses)
+        lengths = np.pad(lengths, ((0, 0), (0, self._num_responses - num_responses)))
+        self._indexes["lengths"].write(lengths.astype(LENGTH_DTYPE).tobytes())
         self._longest = max(self._longest, int((lengths[:, 0] + lengths[:, 1:].max(axis=1)).max()))
-        scored = lengths[:, 1:].copy()
-        for side, column in enumerate((batch.column("chosen_mask"), batch.column("rejected_mask"))):
-            for row in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)):
-                self._has_masks = True
-                scored[row, side] = column[int(row)].values.true_count
-        self._scored.write(scored.astype(LENGTH_DTYPE).tobytes())
+        scored = scored_lengths_of(batch, lengths)
+        self._has_masks |= scored is not None
+        self._indexes["scored"].write((lengths[:, 1:] if scored is None else scored).astype(LENGTH_DTYPE).tobytes())
+        if "prompts" in self._indexes:
+            self._indexes["prompts"].write(fixed_width_values(batch.column("prompt_hash"), HASH_DTYPE).tobytes())
 
     @property
     def _shard_path(self) -> Path:
@@ -239,9 +295,10 @@ class StoreWriter:
         return StoreFile(name, path.stat().st_size, sha256_of_file(path), num_pairs)
 
 
-def _content_columns(path: Path) -> Iterator[Any]:
+def _content_columns(path: Path, kind: Kind) -> Iterator[Any]:
     # read, not mapped: mapped pages would count as memory of this process
-    fields = [SCHEMA.get_field_index(name) for name in _CONTENT_COLUMNS]
+    names = _CONTENT_COLUMNS if kind == "pairs" else (*_CONTENT_COLUMNS, "values")
+    fields = sorted(schema_of(kind).get_field_index(name) for name in names)
     with pa.OSFile(str(path)) as stream:
         reader = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):

@@ -1,4 +1,4 @@
-"""Render rows as text: the prompt with the assistant header, and the full text of each side.
+"""Render rows as text: the prompt with the assistant header, and the full text of each response.
 
 Decides which template renders a row and which character spans the assistant wrote; `tokenizer` makes token ids of them.
 """
@@ -33,7 +33,7 @@ _PROBE = "\ue000"
 
 @dataclass(frozen=True)
 class SideText:
-    """Prompt and response of one side as one text; scored_spans is None if the full response is scored."""
+    """Prompt and response as one text; scored_spans is None if the full response is scored."""
 
     text: str
     scored_spans: tuple[CharSpan, ...] | None = None
@@ -41,11 +41,10 @@ class SideText:
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """The texts of a row; both sides begin with `prompt`."""
+    """The texts of a row; all responses begin with `prompt`."""
 
     prompt: str
-    chosen: SideText
-    rejected: SideText
+    responses: tuple[SideText, ...]
     header_shortened: bool = False  # `prompt` is only a prefix of the generation prompt
     has_placeholders: bool = False  # for the template's control tokens; any spelled-out token is text
 
@@ -130,11 +129,11 @@ def _render_raw(row: PreferenceRow) -> RenderedRow:
     if row.template_arguments:
         raise BadRowError("the row has variables of a chat template, but the template is raw; use a chat template")
     if row.plain is not None:
-        prompt, chosen, rejected = row.plain.prompt, row.plain.chosen, row.plain.rejected
+        prompt, responses = row.plain.prompt, row.plain.responses
     else:
         prompt = "".join(f"{message['content']}\n\n" for message in row.prompt if message["content"])
-        chosen, rejected = _segments(row.chosen), _segments(row.rejected)
-    return RenderedRow(prompt, _join_segments(prompt, chosen), _join_segments(prompt, rejected))
+        responses = tuple(map(_segments, row.responses))
+    return RenderedRow(prompt, tuple(_join_segments(prompt, response) for response in responses))
 
 
 def _segments(messages: Sequence[Message]) -> tuple[TextSegment, ...]:
@@ -157,15 +156,15 @@ def _render_chat(row: PreferenceRow, template: Template, tokenizer: PreTrainedTo
         template = replace(template, arguments={**template.arguments, **row.template_arguments})
     apply = partial(apply_template, tokenizer, template, tools=row.tools)
     header = apply(row.prompt, header=True)
-    texts = [apply(row.prompt + side, header=False) for side in (row.chosen, row.rejected)]
+    texts = [apply(row.prompt + response, header=False) for response in row.responses]
     start = _header_end(header, row.prompt, texts, apply)
     if start < len(header) and start < len(apply(row.prompt, header=False).rstrip()):
         raise BadRowError("the chat template renders the prompt differently when an answer follows")
-    chosen, rejected = (
-        SideText(text, _scored_spans(row.prompt, side, text, start, apply, eos_token(tokenizer)))
-        for text, side in zip(texts, (row.chosen, row.rejected), strict=True)
+    responses = tuple(
+        SideText(text, _scored_spans(row.prompt, response, text, start, apply, eos_token(tokenizer)))
+        for text, response in zip(texts, row.responses, strict=True)
     )
-    return RenderedRow(texts[0][:start], chosen, rejected, header_shortened=start < len(header))
+    return RenderedRow(texts[0][:start], responses, header_shortened=start < len(header))
 
 
 def _header_end(header: str, before: list[Message], texts: Sequence[str], apply: Callable[..., str]) -> int:

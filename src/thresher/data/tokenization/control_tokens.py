@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from thresher.data.rows.formats import PlainText, PreferenceRow
@@ -69,13 +70,13 @@ class ControlTokens:
         """Yield every text of a row that a template may render, with the pattern of tokens forbidden in it."""
         if self._template.is_raw and row.plain is not None:
             yield row.plain.prompt, self._forbidden
-            for side in (row.plain.chosen, row.plain.rejected):
+            for side in row.plain.responses:
                 for segment in side:
                     yield segment.text, self._pattern(by_assistant=segment.scored)
                 # texts are joined without a separator, so they may spell a token together
                 yield "".join((row.plain.prompt, *(segment.text for segment in side))), self._assistant_forbidden
             return
-        for message in (*row.prompt, *row.chosen, *row.rejected):
+        for message in chain(row.prompt, *row.responses):
             pattern = self._pattern(by_assistant=message["role"] == "assistant")
             yield from ((text, pattern) for text in _strings(_without_role(message)))
         yield from ((text, self._forbidden) for text in _strings([row.tools, row.template_arguments]))
@@ -94,8 +95,7 @@ class ControlTokens:
         return replace(
             rendered,
             prompt=self._unmark(rendered.prompt, mark),
-            chosen=self._unmark_side(rendered.chosen, mark),
-            rejected=self._unmark_side(rendered.rejected, mark),
+            responses=tuple(self._unmark_side(side, mark) for side in rendered.responses),
             has_placeholders=True,
         )
 
@@ -103,8 +103,7 @@ class ControlTokens:
         return replace(
             row,
             prompt=self._mark_messages(row.prompt, mark),
-            chosen=self._mark_messages(row.chosen, mark),
-            rejected=self._mark_messages(row.rejected, mark),
+            responses=tuple(self._mark_messages(response, mark) for response in row.responses),
             tools=_mark_value(row.tools, self._forbidden, mark),
             template_arguments=_mark_value(row.template_arguments, self._forbidden, mark),
             plain=None if row.plain is None else self._mark_plain(row.plain, mark),
@@ -128,7 +127,7 @@ class ControlTokens:
 
         # also a mark after each text, because they are joined without a separator
         prompt = _mark_value(plain.prompt, self._forbidden, mark) + mark
-        return PlainText(prompt, segments(plain.chosen), segments(plain.rejected))
+        return PlainText(prompt, tuple(map(segments, plain.responses)))
 
     def _unmark_side(self, side: SideText, mark: str) -> SideText:
         spans = side.scored_spans

@@ -1,7 +1,7 @@
-"""Tokenize rendered rows: at most one BOS, one scored EOS at the end, and a prompt that is a prefix of both sides.
+"""Tokenize rendered rows: at most one BOS, one scored EOS at the end, and a prompt that is a prefix of all responses.
 
 Prompt and response are tokenized as one text, as a model reads them. Where the tokenizer merges across the end of the
-prompt, the split moves back to the longest common prefix of the prompt and both sides. Pairs longer than
+prompt, the split moves back to the longest common prefix of the prompt and all responses. Examples longer than
 `sequence_length` are dropped or truncated.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.pair import Pair, TokenIds
+from thresher.data.example import Example, Response, TokenIds
 from thresher.data.settings import Truncation
 from thresher.data.tokenization.chat_template import RenderedRow, SideText, Template, cut_after_eos, eos_token
 from thresher.data.tokenization.control_tokens import PlaceholderTokenizer
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """A pair, and whether its split moved back; an empty response has no scored token except EOS."""
+    """An example, and whether its split moved back; an empty response has no scored token except EOS."""
 
-    pair: Pair
+    example: Example
     split_moved: bool
     has_empty_response: bool
 
 
-class PairTokenizer:
+class RowTokenizer:
     """Tokenizes rendered rows; a chat template writes its BOS itself, raw text gets the tokenizer's prefix."""
 
     def __init__(
@@ -51,11 +51,14 @@ class PairTokenizer:
         """Tokenize rows, with one tokenizer call for all their texts."""
         ordinary = iter(self._encode([row for row in rows if not row.has_placeholders], has_placeholders=False))
         escaped = iter(self._encode([row for row in rows if row.has_placeholders], has_placeholders=True))
-        return [self._split(row, *islice(escaped if row.has_placeholders else ordinary, 3)) for row in rows]
+        return [
+            self._split(row, *islice(escaped if row.has_placeholders else ordinary, 1 + len(row.responses)))
+            for row in rows
+        ]
 
     def _encode(self, rows: Sequence[RenderedRow], *, has_placeholders: bool) -> list[TokenIds]:
         texts = [
-            text for row in rows for text in (row.prompt, self._cut(row, row.chosen), self._cut(row, row.rejected))
+            text for row in rows for text in (row.prompt, *(self._cut(row, response) for response in row.responses))
         ]
         if not texts:
             return []
@@ -79,21 +82,20 @@ class PairTokenizer:
             ids = ids[1:]
         return ids
 
-    def _split(self, row: RenderedRow, prompt: TokenIds, chosen: TokenIds, rejected: TokenIds) -> TokenizedRow:
-        split = min(_common_prefix_length(prompt, chosen), _common_prefix_length(prompt, rejected))
-        sides = self._response(row, row.chosen, chosen, split), self._response(row, row.rejected, rejected, split)
-        empty = any(len(ids) < 2 or (mask is not None and not mask[:-1].any()) for ids, mask in sides)
-        pair = Pair(prompt[:split], sides[0][0], sides[1][0], sides[0][1], sides[1][1])
-        return TokenizedRow(pair, split_moved=split < len(prompt), has_empty_response=empty)
+    def _split(self, row: RenderedRow, prompt: TokenIds, *texts: TokenIds) -> TokenizedRow:
+        split = min(_common_prefix_length(prompt, ids) for ids in texts)
+        sides = zip(row.responses, texts, strict=True)
+        responses = tuple(self._response(row, side, ids, split) for side, ids in sides)
+        empty = any(len(ids) < 2 or (mask is not None and not mask[:-1].any()) for ids, mask, _ in responses)
+        example = Example(prompt[:split], responses)
+        return TokenizedRow(example, split_moved=split < len(prompt), has_empty_response=empty)
 
-    def _response(
-        self, row: RenderedRow, side: SideText, ids: TokenIds, split: int
-    ) -> tuple[TokenIds, npt.NDArray[np.bool_] | None]:
+    def _response(self, row: RenderedRow, side: SideText, ids: TokenIds, split: int) -> Response:
         mask, end = self._mask(row, side, ids), len(ids)
         while end > split and ids[end - 1] == self._eos_id:
             end -= 1
         response = np.append(ids[split:end], np.int32(self._eos_id)).astype(np.int32)
-        return response, None if mask is None else np.append(mask[split:end], True)
+        return Response(response, None if mask is None else np.append(mask[split:end], True))
 
     def _mask(self, row: RenderedRow, side: SideText, ids: TokenIds) -> npt.NDArray[np.bool_] | None:
         if side.scored_spans is None:
@@ -134,40 +136,44 @@ def _common_prefix_length(left: TokenIds, right: TokenIds) -> int:
     return int(different[0]) if len(different) else length
 
 
-def pair_length(pair: Pair) -> int:
-    """Return the number of tokens of the longer of a pair's two sequences."""
-    return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
+def longest_response(example: Example) -> int:
+    return max(len(response.ids) for response in example.responses)
 
 
-def truncate(pair: Pair, limit: int | None, how: Truncation, bos_id: int | None) -> Pair | None:
-    """Return a pair within the limit, the same object if it fits, or None to drop it.
+def example_length(example: Example) -> int:
+    """Return the number of tokens of the prompt and the longest response."""
+    return len(example.prompt_ids) + longest_response(example)
+
+
+def truncate(example: Example, limit: int | None, how: Truncation, bos_id: int | None) -> Example | None:
+    """Return an example within the limit, the same object if it fits, or None to drop it.
 
     A truncated response has no EOS. A truncated prompt keeps its BOS and at least one other token.
     """
-    if limit is None or pair_length(pair) <= limit:
-        return pair
-    kept, excess = _num_kept_tokens(pair, bos_id), pair_length(pair) - limit
-    if how == "prompt_start" and kept + excess < len(pair.prompt_ids):
-        return replace(pair, prompt_ids=np.concatenate([pair.prompt_ids[:kept], pair.prompt_ids[kept + excess :]]))
-    room = limit - len(pair.prompt_ids)
+    if limit is None or example_length(example) <= limit:
+        return example
+    prompt = example.prompt_ids
+    kept, excess = _num_kept_tokens(example, bos_id), example_length(example) - limit
+    if how == "prompt_start" and kept + excess < len(prompt):
+        return replace(example, prompt_ids=np.concatenate([prompt[:kept], prompt[kept + excess :]]))
+    room = limit - len(prompt)
     if how == "response_end" and room >= 1:
-        return replace(
-            pair,
-            chosen_ids=pair.chosen_ids[:room],
-            rejected_ids=pair.rejected_ids[:room],
-            chosen_mask=None if pair.chosen_mask is None else pair.chosen_mask[:room],
-            rejected_mask=None if pair.rejected_mask is None else pair.rejected_mask[:room],
-        )
+        return replace(example, responses=tuple(_first_tokens(response, room) for response in example.responses))
     return None
 
 
-def needed_length(pair: Pair, how: Truncation, bos_id: int | None) -> int:
-    """Return the smallest limit at which a pair is kept, truncated or not."""
-    response = max(len(pair.chosen_ids), len(pair.rejected_ids))
-    needed = {"prompt_start": _num_kept_tokens(pair, bos_id) + 1 + response, "response_end": len(pair.prompt_ids) + 1}
-    return min(pair_length(pair), needed.get(how, pair_length(pair)))
+def _first_tokens(response: Response, count: int) -> Response:
+    ids, mask, value = response
+    return Response(ids[:count], None if mask is None else mask[:count], value)
 
 
-def _num_kept_tokens(pair: Pair, bos_id: int | None) -> int:
+def needed_length(example: Example, how: Truncation, bos_id: int | None) -> int:
+    """Return the smallest limit at which an example is kept, truncated or not."""
+    start, full = _num_kept_tokens(example, bos_id), example_length(example)
+    needed = {"prompt_start": start + 1 + longest_response(example), "response_end": len(example.prompt_ids) + 1}
+    return min(full, needed.get(how, full))
+
+
+def _num_kept_tokens(example: Example, bos_id: int | None) -> int:
     """Return the number of tokens at the start of a prompt that are never cut: its BOS."""
-    return int(len(pair.prompt_ids) > 0 and bos_id is not None and pair.prompt_ids[0] == bos_id)
+    return int(len(example.prompt_ids) > 0 and bos_id is not None and example.prompt_ids[0] == bos_id)

@@ -39,41 +39,40 @@ class ZeroSettings(StrategySettings):
     default_stage: ClassVar[int]
 
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """0: every worker has everything. 1: optimizer state is partitioned; 2: gradients too; 3: weights too. When
-    absent, 2 for the policy and 3 for the reference, which can only have 0 or 3."""
+    """What workers partition: 0 nothing, 1 the optimizer state, 2 gradients too, 3 weights too. When absent, 2 for the
+    policy and 3 for the reference, which supports 0 and 3 only."""
     offload_optimizer: bool | dict[str, JsonValue] = False
-    """Keep the optimizer state in host memory and update it there, with zero_stage 1 to 3; or DeepSpeed's section, as
-    in `{device: cpu, pin_memory: true}`."""
-    offload_param: bool | dict[str, JsonValue] = False
-    """Keep partitions of the weights in host memory between uses, with zero_stage 3; or DeepSpeed's section, as in
+    """Keep and update the optimizer state in host memory, with zero_stage 1 to 3; or DeepSpeed's section, such as
     `{device: cpu, pin_memory: true}`."""
+    offload_param: bool | dict[str, JsonValue] = False
+    """Keep weight partitions in host memory between uses, with zero_stage 3; or DeepSpeed's section."""
     zero_optimization: dict[str, JsonValue] = {}
-    """DeepSpeed's section: `stage`, `offload_optimizer`, `offload_param`, and options of communication such as
-    `overlap_comm` and `reduce_bucket_size`. "auto" leaves an option to DeepSpeed."""
+    """DeepSpeed's own key, as are all below: `stage`, `offload_optimizer`, `offload_param`, and communication options
+    such as `overlap_comm`. "auto" means the default."""
     train_batch_size: JsonValue = AUTO
-    """"auto", or the pairs per step; DeepSpeed's key."""
+    """"auto", or the pairs per step."""
     train_micro_batch_size_per_gpu: JsonValue = AUTO
-    """"auto", or training_args.per_device_train_batch_size; DeepSpeed's key."""
+    """"auto", or training_args.per_device_train_batch_size."""
     gradient_accumulation_steps: JsonValue = AUTO
-    """"auto", or training_args.gradient_accumulation_steps; DeepSpeed's key."""
+    """"auto", or training_args.gradient_accumulation_steps."""
     gradient_clipping: JsonValue = AUTO
-    """"auto", or training_args.max_grad_norm; DeepSpeed's key."""
+    """"auto", or training_args.max_grad_norm."""
     bf16: JsonValue = AUTO
-    """"auto", or a section whose `enabled` agrees with model_args.dtype; DeepSpeed's key."""
+    """"auto", or a section whose `enabled` agrees with model_args.dtype."""
     fp16: JsonValue = AUTO
-    """"auto", or a section whose `enabled` agrees with model_args.dtype; DeepSpeed's key."""
+    """"auto", or a section that agrees with model_args.dtype and training_args."""
     optimizer: JsonValue = AUTO
-    """"auto", or a section of AdamW whose `params` are "auto" or those of training_args; DeepSpeed's key."""
+    """"auto", or a section of AdamW whose `params` are "auto" or agree with training_args."""
     scheduler: JsonValue = AUTO
-    """"auto", or a section whose `params` are "auto"; DeepSpeed's key."""
+    """"auto", or a section whose `type` and `params` are "auto"."""
     zero_allow_untested_optimizer: Literal[True, "auto"] = "auto"
-    """Always true: the optimizer is torch's AdamW; DeepSpeed's key."""
+    """Always true: the optimizer is torch's AdamW."""
     zero_force_ds_cpu_optimizer: Literal[False, "auto"] = "auto"
-    """Always false: the optimizer is torch's AdamW, also in host memory; DeepSpeed's key."""
+    """Always false: torch's AdamW runs in host memory too."""
     steps_per_print: JsonValue = AUTO
-    """DeepSpeed's progress line is left out, because thresher logs every step: "auto" or `inf`; DeepSpeed's key."""
+    """"auto" or `inf`: thresher logs the progress."""
     wall_clock_breakdown: Literal[False, "auto"] = "auto"
-    """Always false: times are in thresher's log; DeepSpeed's key."""
+    """Always false: thresher logs the times."""
 
     @property
     def stage(self) -> int:

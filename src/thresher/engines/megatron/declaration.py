@@ -60,53 +60,52 @@ class MegatronSettings(StrategySettings):
     tensor_model_parallel_size: PositiveInt = 1
     """Workers that split each weight matrix."""
     sequence_parallel: bool = False
-    """Also split the rows between the matrices over the tensor-parallel workers, which saves memory. No effect if
-    tensor_model_parallel_size is 1; needed for experts under tensor parallelism."""
+    """Split the rows between the matrices over the tensor-parallel workers too, which saves memory; needed for experts
+    under tensor parallelism. No effect if tensor_model_parallel_size is 1."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Number of stages, each with a part of the layers."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Virtual stages per pipeline stage; more than one selects the interleaved schedule, which shrinks the pipeline
-    bubble."""
+    """Virtual stages per pipeline stage; more than one selects the interleaved schedule."""
     context_parallel_size: PositiveInt = 1
-    """Workers that split each packed row, for long sequences."""
+    """Workers that split each packed row."""
     expert_model_parallel_size: PositiveInt = 1
-    """Workers that split the experts of a layer; it divides the workers of a pipeline stage."""
+    """Workers that split a layer's experts; must divide the workers of a pipeline stage."""
     expert_tensor_parallel_size: Literal[1] | None = None
-    """Workers that split the matrices of an expert: only 1 is supported."""
+    """Workers that split an expert's matrices: only 1 is supported."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer state and the fp32 weights over data-parallel ranks. No effect on megatron_infer."""
+    """Shard the optimizer state and fp32 weights over data-parallel ranks. No effect on megatron_infer."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward of the last micro-batch runs. All ranks then run the same number of
-    micro-batches. Saves time on GPUs only; no effect on megatron_infer."""
+    """Reduce gradients during the last micro-batch's backward; all ranks then run the same number of micro-batches. No
+    effect on megatron_infer."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward runs; needs use_distributed_optimizer and overlap_grad_reduce.
-    Saves time on GPUs only; no effect on megatron_infer."""
+    """Gather updated weights during the next forward; needs use_distributed_optimizer and overlap_grad_reduce. No
+    effect on megatron_infer."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward: whole layers, or the modules of recompute_modules. When absent, that
-    of training_args.gradient_checkpointing, whose `selective` computes the norms again (`layernorm`)."""
+    """Recompute whole layers or recompute_modules in the backward. When absent, as training_args.gradient_checkpointing
+    says, whose `selective` recomputes the norms (`layernorm`)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With `full`: recompute every layer, in units of recompute_num_layers (`uniform`, the default), or only the first
     recompute_num_layers layers of a stage (`block`)."""
     recompute_num_layers: PositiveInt | None = None
-    """With `full`: see recompute_method; 1 when absent."""
+    """See recompute_method; 1 when absent."""
     recompute_modules: (
         Annotated[list[Literal["core_attn", "layernorm", "mlp", "moe"]], BeforeValidator(_as_list)] | None
     ) = None
-    """With `selective`: a list, or names separated by commas; core_attn when absent."""
+    """With `selective`: any of core_attn (the default), layernorm, mlp and moe, as a list or joined with commas."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105
-    """How tokens are sent to the workers of their experts."""
+    """How tokens reach their experts' workers."""
     moe_grouped_gemm: bool = False
-    """Accepted for configs of ROLL: the experts of a worker are always computed in one grouped product."""
+    """Accepted for ROLL's configs: a worker's experts are always computed in one grouped product."""
     moe_shared_expert_overlap: bool = False
-    """Accepted for configs of ROLL: no supported model has shared experts."""
+    """Accepted for ROLL's configs: no supported model has shared experts."""
     moe_permute_fusion: bool = False
-    """Sort tokens by expert in one kernel; no effect without a GPU and Transformer Engine."""
+    """Sort tokens by expert in one kernel; no effect without Transformer Engine."""
     bias_activation_fusion: bool = True
-    """Compute bias and activation in one kernel; no effect without a GPU."""
+    """Compute bias and activation in one kernel."""
     bf16: bool | None = None
-    """Must agree with model_args.dtype, which sets the precision."""
+    """Must agree with model_args.dtype."""
     fp16: bool | None = None
-    """Must agree with model_args.dtype, which sets the precision."""
+    """Must agree with model_args.dtype."""
     additional_configs: dict[str, JsonValue] = {}
     """Further fields of Megatron-Core's TransformerConfig."""
 

@@ -37,7 +37,7 @@ def create_groups(sizes: MegatronSizes) -> MegatronGroups:
     if sizes in _created and parallel_state.model_parallel_is_initialized():
         return _created[sizes]
     if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError(f"Megatron-Core has groups for other sizes than {sizes} in this process")
+        raise RuntimeError(f"Megatron-Core has groups for sizes other than {sizes} in this process")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,

@@ -173,7 +173,7 @@ class ParameterState:
         if getattr(self.parameter, "shared", False):  # the last stage has a copy of a tied embedding
             return False
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-        return is_first or all(piece.axis is not None for piece in self.pieces(self.parameter.detach()))
+        return is_first or all(piece.mesh_dim is not None for piece in self.pieces(self.parameter.detach()))
 
     @property
     def is_writer(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Metrics
 from thresher.engines.accumulate import LossFn, TokenCounts
 from thresher.engines.megatron.model import MegatronPairModel
@@ -26,7 +26,7 @@ from thresher.engines.native.sequential import (
     empty_like,
     loss_of_batch,
 )
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
+from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics
 from thresher.models.forward_check import TOLERANCES, LayoutError
 from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
 from thresher.models.lm_head import ScoredTokens, split_sides
@@ -45,7 +45,7 @@ class ScheduleExecutor:
     layout: Layout
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+    def score(self, batch: ExampleBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps:
         """Score a micro-batch with the forward of training; the last stage broadcasts the logps to all."""
         inputs = self._collate([batch])
         collected = self._run_schedule(
@@ -58,7 +58,7 @@ class ScheduleExecutor:
 
     def backward(
         self,
-        batches: Sequence[PairBatch],
+        batches: Sequence[ExampleBatch],
         loss_fn: LossFn,
         *,
         statistics: TokenStatistics,
@@ -79,7 +79,7 @@ class ScheduleExecutor:
         return tokens, {}
 
     @torch.no_grad()
-    def check_logps(self, batch: PairBatch) -> None:
+    def check_logps(self, batch: ExampleBatch) -> None:
         """Compare the logps with plain causal attention over one pair at a time.
 
         No process has the model of transformers, whose forward other engines compare with. Context parallelism does not
@@ -91,11 +91,11 @@ class ScheduleExecutor:
             has_cp = self.chunks[0].groups.context_parallel is not None  # which the padded layout does not allow
             hint = "remove context_parallel_size and use layout=padded" if has_cp else "use layout=padded"
             raise LayoutError(
-                f"log-probabilities of layout `{self.layout.name}` differ from those of single padded pairs by "
+                f"log-probabilities of layout `{self.layout.name}` and of single padded pairs differ by "
                 f"{distance:.2g} nats per token under Megatron-Core; {hint}"
             )
 
-    def _collate(self, batches: Sequence[PairBatch]) -> list[ModelInputs]:
+    def _collate(self, batches: Sequence[ExampleBatch]) -> list[ModelInputs]:
         # the interleaved schedule needs a multiple of the stages
         multiple = self.chunks[0].groups.pp.size if len(self.chunks) > 1 else 1
         missing = -len(batches) % multiple

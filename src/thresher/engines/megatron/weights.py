@@ -70,7 +70,7 @@ class Piece:
     # a view of the Megatron-Core tensor with the same elements in the same order, of any shape
     local: Tensor
     # the mesh dimension along which processes hold different slices of hf_name; None: all hold the same
-    axis: str | None = None
+    mesh_dim: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -173,11 +173,11 @@ def whole(hf_name: str, tensor: Tensor) -> list[Piece]:
     return [Piece(hf_name, tuple(tensor.shape), tuple(slice(0, size) for size in tensor.shape), tensor)]
 
 
-def _part(hf_name: str, dim: int, tensor: Tensor, rank: int, size: int, axis: str) -> Piece:
+def _part(hf_name: str, dim: int, tensor: Tensor, rank: int, size: int, mesh_dim: str) -> Piece:
     shape, slices = list(tensor.shape), [slice(0, length) for length in tensor.shape]
     slices[dim] = slice(rank * shape[dim], (rank + 1) * shape[dim])
     shape[dim] *= size
-    return Piece(hf_name, tuple(shape), tuple(slices), tensor, axis)
+    return Piece(hf_name, tuple(shape), tuple(slices), tensor, mesh_dim)
 
 
 def _rows(hf_name: str, hf_shape: tuple[int, ...], start: int, local: Tensor, *, rows: int | None = None) -> Piece:
@@ -211,4 +211,4 @@ def _as_stored(piece: Piece, reader: SafetensorsReader) -> Iterator[Piece]:
         for at, projection in enumerate(projections):
             name = f"{match[1]}{expert}.{projection}.weight"
             local = piece.local[index, at * rows : (at + 1) * rows]
-            yield Piece(name, (rows, piece.hf_shape[2]), (slice(0, rows), columns), local, piece.axis)
+            yield Piece(name, (rows, piece.hf_shape[2]), (slice(0, rows), columns), local, piece.mesh_dim)

@@ -21,11 +21,11 @@ from thresher.models.router import num_experts
 def check(run: EngineCheck[FSDP2Settings]) -> None:
     """Reject settings that this model does not support."""
     settings, is_replicated = run.settings, run.settings.is_replicated(run.num_workers)
-    if run.balances_experts:  # along these axes the loss of transformers cannot be computed exactly
-        axes = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(settings, name) > 1]
-        if axes or run.compiles:
+    if run.balances_experts:  # along these dimensions the loss of transformers cannot be computed exactly
+        dims = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(settings, name) > 1]
+        if dims or run.compiles:
             raise UserError(
-                f"actor_train.model_args.moe_aux_loss_coef is not supported with {', '.join(axes) or 'torch_compile'}; "
+                f"actor_train.model_args.moe_aux_loss_coef is not supported with {', '.join(dims) or 'torch_compile'}; "
                 "remove one of them, or give each worker a full copy with dp_replicate"
             )
         check_router_family(run)

@@ -20,29 +20,28 @@ class FSDP2Settings(StrategySettings):
     pp_size: PositiveInt = 1
     """Pipeline-parallel size: number of stages, each with a part of the layers."""
     virtual_pp_size: PositiveInt = 1
-    """Virtual stages per pipeline stage; more than one selects the interleaved schedule, which shrinks the pipeline
-    bubble."""
+    """Virtual stages per pipeline stage; more than one selects the interleaved schedule, which shrinks the bubble."""
     pp_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """Order of the micro-batches in a pipeline. zero_bubble computes the gradients of weights where a stage would wait
-    for another one; it needs workers that do not shard the model, and no gradient checkpointing."""
+    """Order of the micro-batches in a pipeline. zero_bubble computes weight gradients where a stage would wait; it
+    supports neither workers that shard the model, nor gradient_checkpointing, nor torch_compile."""
     pp_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the hidden states and their gradients that pipeline stages exchange. bf16 halves these bytes, and
-    rounds the residual stream between stages. For dtype bf16 with fp32 weights."""
+    """Precision of the hidden states and gradients that stages exchange. bf16 halves these bytes and rounds the
+    residual stream between stages; it needs dtype bf16 with fp32 weights."""
     sequence_parallel: bool = False
-    """Split the rows of the residual stream and the norms over the tensor-parallel workers too: less memory for
-    activations, and fewer bytes between these workers. For Llama-like models with a packed layout, without LoRA."""
+    """Split the rows of the residual stream and the norms over the tensor-parallel workers too: less activation memory
+    and communication. For Llama-like models with a packed layout, without LoRA."""
     cp_size: PositiveInt = 1
     """Context-parallel size: workers that split each packed row, for long sequences."""
     dp_replicate: PositiveInt = 1
     """Number of model replicas (HSDP), each sharded over its workers. Equal to the number of workers: no sharding."""
     zero_stage: Literal[1, 2, 3] = 3
-    """3: weights are gathered for each layer, in the forward and again in the backward. 2: they stay gathered from the
-    forward of a micro-batch to its backward, which saves one of the two all-gathers and costs the memory of the whole
-    model in the compute precision. 1: they stay gathered for a whole step, and gradients are reduced once at its end,
-    which also costs the memory of the gradient of the whole model. Optimizer state is sharded in all of them."""
+    """The optimizer state is always sharded. 3: weights are gathered per layer, in the forward and again in the
+    backward. 2: they stay gathered from a micro-batch's forward to its backward: one all-gather less, for the memory of
+    the whole model in the compute precision. 1: they stay gathered for a step, and gradients are reduced once, for the
+    memory of the whole gradient too."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which FSDP2 sums gradients over workers. bf16 halves these bytes, and rounds each partial sum; the
-    gradients of micro-batches are added in fp32. For dtype bf16 with fp32 weights, and zero_stage 2 or 3."""
+    """Precision in which FSDP2 sums gradients over workers. bf16 halves these bytes and rounds each partial sum; it
+    needs dtype bf16 with fp32 weights, zero_stage 2 or 3 and no dp_replicate."""
     cpu_offload: bool = False
     """Keep shards of weights, gradients and optimizer state in host memory between uses."""
 
@@ -70,7 +69,7 @@ class FSDP2Settings(StrategySettings):
         return self.workers_per_data_rank == 1 and self.num_shards(num_workers) == 1
 
     def num_shards(self, num_workers: int) -> int:
-        """Workers along the data-parallel axis that shard the model."""
+        """Data-parallel workers that shard the model."""
         return max(1, num_workers // (self.workers_per_data_rank * self.dp_replicate))
 
     def check_workers(self, num_workers: int) -> None:

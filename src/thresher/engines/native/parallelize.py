@@ -27,7 +27,7 @@ from thresher.models.loading.load_sharded import allocate, load_local_shards
 from thresher.models.pipeline_chunk import Chunk, IdentityModule, check_accepts_hidden_states, decoder_of
 
 # not pp: a stage holds different parameters, not shards of the same ones
-_SHARDING_AXES = ("dp_replicate", "shard", "tp")
+_SHARDING_DIMS = ("dp_replicate", "shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ParallelContext:
             names = parameter.device_mesh.mesh_dim_names or ()
             sharded = {name for name, each in zip(names, parameter.placements, strict=True) if not each.is_replicate()}
         coordinates = self.coordinates or {"dp_replicate": self.dp_group.rank}
-        return all(index == 0 for axis, index in coordinates.items() if axis not in sharded)
+        return all(index == 0 for mesh_dim, index in coordinates.items() if mesh_dim not in sharded)
 
 
 def parallelize(
@@ -110,8 +110,8 @@ def parallelize(
         partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"], splits_rows=settings.sequence_parallel)
     gradient_sync = None
     if dims.fsdp_size > 1:
-        axes = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
-        gradient_sync = apply_fsdp(model, device_mesh[axes], compute_dtype, settings)
+        mesh_dims = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
+        gradient_sync = apply_fsdp(model, device_mesh[mesh_dims], compute_dtype, settings)
     # FSDP2 requires that the shards which it offloads are on the CPU from the start
     weights_on = torch.device("cpu") if settings.cpu_offload else None
     if path is None:
@@ -121,7 +121,7 @@ def parallelize(
     return ParallelContext(
         dp_group=mesh.data_parallel_group(),
         context_parallel=mesh.context_parallel(),
-        coordinates={axis: mesh.group(axis).rank for axis in _SHARDING_AXES},
+        coordinates={mesh_dim: mesh.group(mesh_dim).rank for mesh_dim in _SHARDING_DIMS},
         tp=mesh.group("tp"),
         partial_grad_params=partial_grad_params,
         stage=stage,

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Metrics
 from thresher.engines.accumulate import LossFn, TokenCounts
 from thresher.engines.native.declaration import FSDP2Settings
@@ -38,7 +38,7 @@ from thresher.engines.native.sequential import (
     loss_of_batch,
 )
 from thresher.errors import UserError
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics
+from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics
 from thresher.models.forward_check import (
     TOLERANCES,
     LayoutError,
@@ -66,7 +66,7 @@ class PipelineExecutor:
     _schedules: dict[tuple[int, bool], _KeptSchedule] = field(init=False, default_factory=dict, repr=False)
 
     @torch.no_grad()
-    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+    def score(self, batch: ExampleBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps:
         """Score a micro-batch with the forward of training, bitwise; the last stage broadcasts the logps to all."""
         modules = self.model.causal_lm.modules() if self.model.causal_lm.training else ()
         # only losses that couple pairs score in training mode, twice with the same masks
@@ -86,7 +86,7 @@ class PipelineExecutor:
 
     def backward(
         self,
-        batches: Sequence[PairBatch],
+        batches: Sequence[ExampleBatch],
         loss_fn: LossFn,
         *,
         statistics: TokenStatistics,
@@ -102,7 +102,7 @@ class PipelineExecutor:
         return tokens, {}
 
     @torch.no_grad()
-    def check_logps(self, batch: PairBatch) -> None:
+    def check_logps(self, batch: ExampleBatch) -> None:
         """Raise UserError on every stage if the logps differ from the original layers."""
         model = in_storage_precision(self.model)
         original = _OriginalForwardModel(model.causal_lm, model.compute_dtype)
@@ -117,7 +117,7 @@ class PipelineExecutor:
             is_packed = self.layout.needs_pair_attention
             error, hint = (LayoutError, "use layout=padded") if is_packed else (UserError, "set pp_size to 1")
             raise error(
-                f"log-probabilities of layout `{self.layout.name}` differ from those of the model's original layers by "
+                f"log-probabilities of layout `{self.layout.name}` and of the model's original layers differ by "
                 f"{distance:.2g} nats per token (architecture `{family_of(model)}`, pp_size "
                 f"{self.stage.pipeline.size}); {hint}"
             )
@@ -128,7 +128,7 @@ class PipelineExecutor:
         return torch.bfloat16 if self.settings.pp_dtype == "bf16" else self.model.stored_dtype
 
     def _collate(
-        self, batches: Sequence[PairBatch], statistics: TokenStatistics, loss_fn: LossFn | None = None
+        self, batches: Sequence[ExampleBatch], statistics: TokenStatistics, loss_fn: LossFn | None = None
     ) -> _StepRun:
         missing = self._num_scheduled(len(batches)) - len(batches)
         padded = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
@@ -183,7 +183,7 @@ class _StepRun:
     model: PairModel
     inputs: list[ModelInputs]
     statistics: TokenStatistics
-    batches: Sequence[PairBatch]
+    batches: Sequence[ExampleBatch]
     # None to score without gradient
     loss_fn: LossFn | None
     scored: dict[int, ScoredTokens] = field(default_factory=dict)

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thresher.config.roles import ModelArgs
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch
 from thresher.distributed.groups import DataParallelGroup, Group, Metrics
 from thresher.engines.accumulate import LossFn, MicroBatchExecutor, TokenCounts
 from thresher.losses.metrics import MetricSum
-from thresher.losses.pairs import NO_STATISTICS, ChosenRejectedLogps, TokenStatistics, map_tensors
+from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics, concat_sides, map_tensors
 from thresher.models.forward_check import check_logps
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.lm_head import ScoredTokens
@@ -30,7 +30,7 @@ from thresher.models.router import ExpertLoad
 
 _IDS = np.zeros(2, dtype=np.int32)
 # scored instead of a batch without pairs: FSDP ranks must run the same number of forwards
-DUMMY_BATCH = PairBatch(np.zeros(1, dtype=np.int64), (Pair(_IDS, _IDS, _IDS),))
+DUMMY_BATCH = ExampleBatch(np.zeros(1, dtype=np.int64), (Example.pair(_IDS, _IDS, _IDS),))
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class SequentialExecutor:
     # takes a loss, and whether it is the last one of the step
     run_backward: Callable[[Tensor, bool], None] = lambda loss, _is_last: loss.backward()
 
-    def score(self, batch: PairBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ChosenRejectedLogps:
+    def score(self, batch: ExampleBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps:
         return self._score(batch, statistics)[0]
 
     def backward(
         self,
-        batches: Sequence[PairBatch],
+        batches: Sequence[ExampleBatch],
         loss_fn: LossFn,
         *,
         statistics: TokenStatistics,
@@ -105,12 +105,12 @@ class SequentialExecutor:
                 tokens += batch_tokens
         return tokens, metrics
 
-    def check_logps(self, batch: PairBatch) -> None:
+    def check_logps(self, batch: ExampleBatch) -> None:
         check_logps(self.model, self.layout, batch)
 
     def _score(
-        self, batch: PairBatch, statistics: TokenStatistics
-    ) -> tuple[ChosenRejectedLogps, ExpertLoad | None, TokenCounts]:
+        self, batch: ExampleBatch, statistics: TokenStatistics
+    ) -> tuple[ExampleLogps, ExpertLoad | None, TokenCounts]:
         inputs, load = self.layout.collate(batch if len(batch) else DUMMY_BATCH), None
         if self.router_loss is None:
             logps = self.model.score(inputs, statistics=statistics)
@@ -125,19 +125,19 @@ def count_tokens(inputs: ModelInputs) -> TokenCounts:
     return TokenCounts(inputs.num_useful_tokens, inputs.num_padding_tokens, inputs.num_shared_tokens)
 
 
-def count_step_tokens(inputs: Sequence[ModelInputs], batches: Sequence[PairBatch]) -> TokenCounts:
+def count_step_tokens(inputs: Sequence[ModelInputs], batches: Sequence[ExampleBatch]) -> TokenCounts:
     """Count the tokens of a step; without dummy batches, which replace empty ones or stand at the end."""
     return sum((count_tokens(each) for each, batch in zip(inputs, batches, strict=False) if len(batch)), TokenCounts())
 
 
-def loss_of_batch(index: int, sides: ChosenRejectedLogps, batches: Sequence[PairBatch], loss_fn: LossFn) -> Tensor:
+def loss_of_batch(index: int, sides: ExampleLogps, batches: Sequence[ExampleBatch], loss_fn: LossFn) -> Tensor:
     """Return the loss of a micro-batch; a dummy batch runs through the model and adds zero."""
     if index >= len(batches):
         return empty_like(sides).chosen.values.sum()
     return loss_fn(index, sides if len(batches[index]) else empty_like(sides))
 
 
-def empty_like(sides: ChosenRejectedLogps) -> ChosenRejectedLogps:
+def empty_like(sides: ExampleLogps) -> ExampleLogps:
     """Logps of no pairs that stay on the autograd graph: their backward runs through the model and adds zero."""
     return map_tensors(sides, lambda tensor: tensor[:0])
 
@@ -160,10 +160,10 @@ def broadcast_scored(
     return ScoredTokens.unstack(rows, statistics)
 
 
-def distance_to_single_pairs(ours: ChosenRejectedLogps, one_by_one: MicroBatchExecutor, batch: PairBatch) -> float:
+def distance_to_single_pairs(ours: ExampleLogps, one_by_one: MicroBatchExecutor, batch: ExampleBatch) -> float:
     """Mean distance in nats per token from the logps of the same pairs, each scored alone."""
-    singles = [PairBatch(batch.pair_ids[i : i + 1], batch.pairs[i : i + 1]) for i in range(len(batch))]
+    singles = [ExampleBatch(batch.pair_ids[i : i + 1], batch.pairs[i : i + 1]) for i in range(len(batch))]
     scored = [one_by_one.score(pair) for pair in singles]
-    expected = torch.cat([sides.chosen.values for sides in scored] + [sides.rejected.values for sides in scored])
-    found = torch.cat([ours.chosen.values, ours.rejected.values])
+    expected = torch.cat([side.values for side in concat_sides(scored).sides])
+    found = torch.cat([side.values for side in ours.sides])
     return (found - expected).abs().mean().item() if len(expected) else 0.0

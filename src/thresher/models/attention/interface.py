@@ -151,7 +151,7 @@ def dense_attention(
     query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, value dim].
     Memory is the sum of length * context_length over segments, not queries * rows.
     """
-    # split and cat, not slices: the backward of a slice fills a tensor of the full row, that of a split is one cat
+    # split and cat, not slices: a slice's backward fills a tensor of the full row, a split's is one cat
     keys, values = _SplitRows(key, segments), _SplitRows(value, segments)
     queries = query.split([segment.length for segment in segments], dim=2)
     outputs = [

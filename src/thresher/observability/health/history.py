@@ -15,6 +15,8 @@ from dataclasses import dataclass
 WINDOW_PAIRS = 256
 # one batch alone is not a trend, however large it is
 MIN_RECORDS = 3
+# the newest records that are kept, at least: what the rules look back on
+KEPT_PAIRS, KEPT_RECORDS = 1024, 50
 # a metric of every evaluation with sampled answers, and of every one with validation pairs
 SAMPLED, VALIDATED = "samples/repetition/policy", "eval/loss"
 
@@ -64,15 +66,23 @@ class Validation:
     lowest_step: int
 
 
+@dataclass
 class History:
-    """A run's first window and newest records; a function of the records alone, so a replay restores it.
+    """A run as the rules see it: facts that are not in its metrics, its first window and its newest records.
 
-    Args:
-        max_pairs, max_records: The newest records that are kept, at least.
+    All but the facts is a function of the records alone, so a replay restores it.
     """
 
-    def __init__(self, max_pairs: int, max_records: int) -> None:
-        self._max_pairs, self._max_records = max_pairs, max_records
+    total_steps: int
+    num_training_pairs: int
+    duplicates: int = 0  # training pairs that repeat another one
+    initial_loss: float | None = None  # while policy equals reference; None if that is not a constant
+    starts_at_reference: bool = False  # policy and reference start from the same weights
+    logp_noise: float = 0.0  # nats per token by which their logps may differ nonetheless
+    compares_sides: bool = True  # the objective compares chosen with rejected
+    num_validation_pairs: int = 0
+
+    def __post_init__(self) -> None:
         self._first: list[Record] = []
         self._newest: deque[Record] = deque()
         self._newest_pairs = self._pairs_seen = 0
@@ -98,7 +108,7 @@ class History:
             self._first.append(record)
         self._newest.append(record)
         self._newest_pairs += record.pairs
-        while len(self._newest) > self._max_records and self._newest_pairs - self._newest[0].pairs >= self._max_pairs:
+        while len(self._newest) > KEPT_RECORDS and self._newest_pairs - self._newest[0].pairs >= KEPT_PAIRS:
             self._newest_pairs -= self._newest.popleft().pairs
 
     def _add_validation(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from thresher.observability import log_files
 from thresher.observability.health.history import History
-from thresher.observability.health.rules import CHANCE_PAIRS, METRIC_PREFIX, RULES, SPIKE_RECORDS, Rule, RunFacts
+from thresher.observability.health.rules import METRIC_PREFIX, RULES, Rule
 from thresher.observability.trackers.jsonl import StepLog, read_metrics, read_records
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,8 @@ def rules_that_stopped(run_dir: Path, step: int) -> list[str]:
 class RuleEngine:
     """Applies the rules to each record; a rule fires when its condition begins, not while it lasts."""
 
-    def __init__(self, facts: RunFacts, rules: Sequence[Rule] = RULES) -> None:
-        self._facts, self._rules = facts, rules
-        self._history = History(CHANCE_PAIRS, SPIKE_RECORDS)
+    def __init__(self, history: History, rules: Sequence[Rule] = RULES) -> None:
+        self._history, self._rules = history, rules
         # records since the condition of each rule held
         self._quiet: dict[str, int] = {}
 
@@ -66,7 +65,7 @@ class RuleEngine:
         """Return the rules that fire now; called once before the first record, and then after each."""
         events = []
         for rule in self._rules:
-            evidence = rule.check(self._history, self._facts)
+            evidence = rule.check(self._history)
             num_quiet = self._quiet.get(rule.name, REARM_RECORDS)
             self._quiet[rule.name] = num_quiet + 1 if evidence is None else 0
             if evidence is not None and num_quiet >= REARM_RECORDS:
@@ -89,11 +88,11 @@ class HealthMonitor:
     def __init__(
         self,
         log: Callable[[int, Mapping[str, float]], None],
-        facts: RunFacts,
+        history: History,
         events: StepLog,
         stop: Callable[[], None] | None = None,
     ) -> None:
-        self._log, self._engine, self._events, self._stop = log, RuleEngine(facts), events, stop
+        self._log, self._engine, self._events, self._stop = log, RuleEngine(history), events, stop
         self.fired: list[str] = []
 
     def start(self, metrics: Path, *, is_new: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist, median
 
-from thresher.observability.health.history import SAMPLED, VALIDATED, History, Window
+from thresher.observability.health.history import KEPT_PAIRS, KEPT_RECORDS, SAMPLED, VALIDATED, History, Window
 
 Evidence = Mapping[str, float]
 
@@ -31,13 +31,13 @@ ENTROPY_SHARE = 0.5
 # the value of a logistic loss is then the weight of its gradient, so steps hardly change the policy
 SATURATED_ACCURACY, SATURATED_LOSS_SHARE = 0.99, 0.05
 # at 1,024 pairs the standard error is 0.016: an accuracy of 0.6, low for a run that learns, is 5 of them away
-CHANCE_ACCURACY, CHANCE_PAIRS = 0.52, 1024
+CHANCE_ACCURACY, CHANCE_PAIRS = 0.52, KEPT_PAIRS
 # share of the run before which a learning rate may still be warming up
 CHANCE_FROM = 0.2
 # relative to max(1, its size): rounding of bf16 stays below a tenth of this
 INITIAL_LOSS_OFF = 0.05
 # a spike: this factor above the median of the last records, and above the largest norm of the first ones
-SPIKE_FACTOR, SPIKE_RECORDS, SPIKE_START_RECORDS, SPIKE_START_FACTOR = 10.0, 50, 10, 2.0
+SPIKE_FACTOR, SPIKE_RECORDS, SPIKE_START_RECORDS, SPIKE_START_FACTOR = 10.0, KEPT_RECORDS, 10, 2.0
 # clipping absorbs a single spike
 NUM_SPIKES = 3
 DUPLICATE_SHARE = 0.05
@@ -51,21 +51,7 @@ OVERFITTING_RISE = 0.1
 MAX_INFORMATIVE_ACCURACY = 0.84
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts about a run that are not in its metrics."""
-
-    total_steps: int
-    num_pairs: int
-    duplicates: int = 0  # training pairs that repeat another one
-    initial_loss: float | None = None  # while policy equals reference; None if that is not a constant
-    starts_at_reference: bool = False  # policy and reference start from the same weights
-    logp_noise: float = 0.0  # nats per token by which their logps may differ nonetheless
-    compares_sides: bool = True  # the objective compares chosen with rejected
-    num_validation_pairs: int = 0
-
-
-Check = Callable[[History, RunFacts], Evidence | None]
+Check = Callable[[History], Evidence | None]
 
 
 @dataclass(frozen=True)
@@ -92,8 +78,9 @@ def _rule(summary: str, advice: str) -> Callable[[Check], Check]:
 
 
 def _tokens(window: Window) -> float:
-    """Mean length of a response, over both sides."""
-    return max(1.0, 0.5 * ((window.mean("lengths/chosen") or 0.0) + (window.mean("lengths/rejected") or 0.0)))
+    """Mean length of a response, over both sides, or those that a window has."""
+    lengths = [each for each in map(window.mean, ("lengths/chosen", "lengths/rejected")) if each is not None]
+    return max(1.0, sum(lengths) / max(1, len(lengths)))
 
 
 def _change(history: History, name: str) -> tuple[float, float] | None:
@@ -106,9 +93,9 @@ def _change(history: History, name: str) -> tuple[float, float] | None:
 
 
 @_rule("the chosen responses become less likely while the margin grows", f"set rpo_alpha=1, lower {_LR}, or raise beta")
-def likelihood_displacement(history: History, facts: RunFacts) -> Evidence | None:
+def likelihood_displacement(history: History) -> Evidence | None:
     nll, margin = _change(history, "sft_loss"), _change(history, "rewards/margins")
-    if not facts.compares_sides or nll is None or margin is None:
+    if not history.compares_sides or nll is None or margin is None:
         return None
     if nll[1] - nll[0] < NLL_RISE or margin[1] <= margin[0]:
         return None
@@ -125,10 +112,10 @@ def likelihood_displacement(history: History, facts: RunFacts) -> Evidence | Non
     "set length_penalty=0.01 (R-DPO), ld_alpha=0.5 (LD-DPO) or length_normalization=true, or balance the "
     "lengths in the data",
 )
-def length_exploitation(history: History, facts: RunFacts) -> Evidence | None:
+def length_exploitation(history: History) -> Evidence | None:
     """The policy prefers the longer, or the shorter, response more often than the data does."""
     window = history.recent(LENGTH_PAIRS)
-    if not facts.compares_sides or window is None:
+    if not history.compares_sides or window is None:
         return None
     chosen, preferred = window.mean("lengths/longer_chosen"), window.mean("lengths/longer_preferred")
     if chosen is None or preferred is None:
@@ -141,7 +128,7 @@ def length_exploitation(history: History, facts: RunFacts) -> Evidence | None:
 
 
 @_rule("the policy is far from its reference", f"raise beta, lower {_LR}, or train fewer steps (max_steps)")
-def large_kl(history: History, _facts: RunFacts) -> Evidence | None:
+def large_kl(history: History) -> Evidence | None:
     window = history.recent()
     kl = None if window is None else window.mean("kl")
     if window is None or kl is None or abs(kl) / _tokens(window) < KL_PER_TOKEN:
@@ -154,7 +141,7 @@ def large_kl(history: History, _facts: RunFacts) -> Evidence | None:
     "the policy's distribution has collapsed, so it will repeat itself",
     f"lower {_LR}, raise beta, or set label_smoothing=0.1",
 )
-def entropy_collapse(history: History, _facts: RunFacts) -> Evidence | None:
+def entropy_collapse(history: History) -> Evidence | None:
     entropy = _change(history, "entropy")
     if entropy is None or entropy[1] > ENTROPY_SHARE * entropy[0]:
         return None
@@ -165,9 +152,9 @@ def entropy_collapse(history: History, _facts: RunFacts) -> Evidence | None:
     "nearly all pairs are separated, and further steps only memorize them",
     "train fewer steps (max_steps), set label_smoothing=0.1 or pref_loss=ipo, or use harder pairs",
 )
-def saturated_rewards(history: History, facts: RunFacts) -> Evidence | None:
+def saturated_rewards(history: History) -> Evidence | None:
     loss, accuracy = _change(history, "loss"), _change(history, "rewards/accuracies")
-    if not facts.compares_sides or loss is None or accuracy is None:
+    if not history.compares_sides or loss is None or accuracy is None:
         return None
     if accuracy[1] < SATURATED_ACCURACY or loss[1] > SATURATED_LOSS_SHARE * loss[0]:
         return None
@@ -180,9 +167,9 @@ def saturated_rewards(history: History, facts: RunFacts) -> Evidence | None:
     "the policy does not learn which side is preferred",
     f"raise {_LR}, and check with `thresher inspect` that chosen_key and rejected_key name the right columns",
 )
-def chance_accuracy(history: History, facts: RunFacts) -> Evidence | None:
+def chance_accuracy(history: History) -> Evidence | None:
     window = history.recent(CHANCE_PAIRS)
-    if not facts.compares_sides or window is None or window.records[0].step < CHANCE_FROM * facts.total_steps:
+    if not history.compares_sides or window is None or window.records[0].step < CHANCE_FROM * history.total_steps:
         return None
     accuracy = window.mean("rewards/accuracies")
     if accuracy is None or accuracy > CHANCE_ACCURACY:
@@ -195,21 +182,21 @@ def chance_accuracy(history: History, facts: RunFacts) -> Evidence | None:
     "the loss does not start at its value for a policy that equals its reference",
     "check that reference.model_args has the settings of actor_train.model_args",
 )
-def initial_loss(history: History, facts: RunFacts) -> Evidence | None:
+def initial_loss(history: History) -> Evidence | None:
     first = history.first.records[:1]
-    if facts.initial_loss is None or not facts.starts_at_reference or not first or first[0].step != 1:
+    if history.initial_loss is None or not history.starts_at_reference or not first or first[0].step != 1:
         return None
     loss = first[0].metrics["loss"]
-    if abs(loss - facts.initial_loss) <= INITIAL_LOSS_OFF * max(1.0, abs(facts.initial_loss)):
+    if abs(loss - history.initial_loss) <= INITIAL_LOSS_OFF * max(1.0, abs(history.initial_loss)):
         return None
-    return {"loss of step 1": loss, "expected": facts.initial_loss}
+    return {"loss of step 1": loss, "expected": history.initial_loss}
 
 
 @_rule(
     "the gradient norm spikes repeatedly",
     f"lower {_LR} or actor_train.training_args.max_grad_norm, raise warmup_ratio, or use larger batches",
 )
-def gradient_spikes(history: History, _facts: RunFacts) -> Evidence | None:
+def gradient_spikes(history: History) -> Evidence | None:
     """Several gradient norms stand far above their neighbors and the norms of the start."""
     norms = history.newest("grad_norm", SPIKE_RECORDS)
     start = [each.metrics["grad_norm"] for each in history.first.records if "grad_norm" in each.metrics]
@@ -227,31 +214,34 @@ def gradient_spikes(history: History, _facts: RunFacts) -> Evidence | None:
     "many training pairs are duplicates, which the policy memorizes",
     "remove them from actor_train.data_args.file_name (`thresher prepare` names examples)",
 )
-def repeated_data(_history: History, facts: RunFacts) -> Evidence | None:
-    if facts.duplicates < DUPLICATE_SHARE * facts.num_pairs or not facts.duplicates:
+def repeated_data(history: History) -> Evidence | None:
+    if history.duplicates < DUPLICATE_SHARE * history.num_training_pairs or not history.duplicates:
         return None
-    return {"pairs that repeat another": facts.duplicates, "share of all pairs": facts.duplicates / facts.num_pairs}
+    return {
+        "pairs that repeat another": history.duplicates,
+        "share of all pairs": history.duplicates / history.num_training_pairs,
+    }
 
 
 @_rule(
     "policy and reference are the same model, but score the first pairs differently",
     "check that reference.model_args and reference.strategy_args have the settings of actor_train",
 )
-def mismatched_reference(history: History, facts: RunFacts) -> Evidence | None:
+def mismatched_reference(history: History) -> Evidence | None:
     first = history.first.records[:1]
-    if not facts.starts_at_reference or not first or first[0].step != 1 or "kl" not in first[0].metrics:
+    if not history.starts_at_reference or not first or first[0].step != 1 or "kl" not in first[0].metrics:
         return None
     difference = first[0].metrics["kl"] / _tokens(Window(first))
-    if abs(difference) <= facts.logp_noise:
+    if abs(difference) <= history.logp_noise:
         return None
-    return {"difference of logps per token": difference, "rounding explains": facts.logp_noise}
+    return {"difference of logps per token": difference, "rounding explains": history.logp_noise}
 
 
 @_rule(
     "the policy repeats itself in its answers, and the reference does not",
     f"set rpo_alpha=1, lower {_LR}, raise beta, and check in the data that responses end with the EOS token",
 )
-def repetition(history: History, _facts: RunFacts) -> Evidence | None:
+def repetition(history: History) -> Evidence | None:
     policy, reference = history.sampled.get(SAMPLED), history.sampled.get("samples/repetition/reference")
     if policy is None or reference is None or policy - reference < REPETITION_EXCESS:
         return None
@@ -263,10 +253,10 @@ def repetition(history: History, _facts: RunFacts) -> Evidence | None:
     "compare `thresher inspect` of both files: chosen_key and rejected_key must name the same side in "
     "actor_train.data_args.file_name and validation.data_args.file_name",
 )
-def validation_below_chance(history: History, facts: RunFacts) -> Evidence | None:
+def validation_below_chance(history: History) -> Evidence | None:
     """Training separates the sides, and accuracy or margin on validation pairs is far below a coin's."""
     validation = history.validation
-    if validation is None or not facts.compares_sides or not facts.num_validation_pairs:
+    if validation is None or not history.compares_sides or not history.num_validation_pairs:
         return None
     names = ("rewards/accuracies", "rewards/margins")
     accuracy, margin = (validation.metrics.get(f"eval/{name}") for name in names)
@@ -276,9 +266,9 @@ def validation_below_chance(history: History, facts: RunFacts) -> Evidence | Non
     # a policy that prefers the rejected side of all pairs, such as one without a reference at its start, may learn yet
     if trained_accuracy < 0.5 + 0.5 * NUM_STANDARD_ERRORS / math.sqrt(validation.training.num_pairs):
         return None
-    # margins have no standard deviation in the log: take that of a normal distribution with the accuracy of training
+    # margins have no standard deviation in the log: take a normal distribution's, with the accuracy of training
     spread = max(0.0, trained_margin) / NormalDist().inv_cdf(min(trained_accuracy, MAX_INFORMATIVE_ACCURACY))
-    standard_errors = NUM_STANDARD_ERRORS / math.sqrt(facts.num_validation_pairs)
+    standard_errors = NUM_STANDARD_ERRORS / math.sqrt(history.num_validation_pairs)
     is_below = spread > 0 and margin < -spread * standard_errors
     if accuracy >= 0.5 - 0.5 * standard_errors and not is_below:
         return None
@@ -287,7 +277,7 @@ def validation_below_chance(history: History, facts: RunFacts) -> Evidence | Non
         "training accuracy": trained_accuracy,
         "validation margin": margin,
         "training margin": trained_margin,
-        "validation pairs": facts.num_validation_pairs,
+        "validation pairs": history.num_validation_pairs,
     }
 
 
@@ -296,18 +286,18 @@ def validation_below_chance(history: History, facts: RunFacts) -> Evidence | Non
     f"export the best checkpoint (`thresher export --best`), train fewer steps (max_steps), lower {_LR}, or use "
     "more pairs",
 )
-def overfitting(history: History, facts: RunFacts) -> Evidence | None:
+def overfitting(history: History) -> Evidence | None:
     """The validation loss is far above its minimum, and the training loss is below it."""
     validation = history.validation
     trained = None if validation is None else validation.training.mean("loss")
-    if validation is None or trained is None or not facts.num_validation_pairs:
+    if validation is None or trained is None or not history.num_validation_pairs:
         return None
     # the loss of a pair changes by about as much as the loss itself
-    limit = max(OVERFITTING_RISE, NUM_STANDARD_ERRORS / math.sqrt(facts.num_validation_pairs))
+    limit = max(OVERFITTING_RISE, NUM_STANDARD_ERRORS / math.sqrt(history.num_validation_pairs))
     loss, lowest = validation.metrics[VALIDATED], validation.lowest_loss
     if loss - lowest < limit * abs(validation.first_loss) or trained >= lowest:
         return None
-    if validation_below_chance(history, facts) is not None:
+    if validation_below_chance(history) is not None:
         return None
     return {
         "validation loss": loss,

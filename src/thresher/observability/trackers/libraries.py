@@ -280,11 +280,12 @@ class WandbTracker:
         self._run.log(dict(values), step=step)
 
     def _choose_mode(self) -> str:
-        chosen = self._mode
-        mode = os.environ.get("WANDB_MODE", "auto") if chosen == "auto" else chosen
+        mode = os.environ.get("WANDB_MODE", "auto") if self._mode == "auto" else self._mode
         if mode in (*_OFFLINE, "disabled"):
             return mode
-        if self._library.login(key=self._api_key, prompt=False, verify=False):
+        if self._api_key:  # not as an argument of login, which would write it to .netrc
+            os.environ["WANDB_API_KEY"] = self._api_key
+        if self._library.login(prompt=False, verify=False):
             return "online"
         if mode == "online":
             raise UserError(

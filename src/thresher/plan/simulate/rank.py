@@ -24,15 +24,15 @@ from thresher.builders.engines import policy_spec, reference_spec
 from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.config import parse_config
-from thresher.data.pair import Pair, PairBatch
+from thresher.data.example import Example, ExampleBatch, Response
 from thresher.distributed.groups import Group
-from thresher.distributed.mesh import AXES, ParallelDims
+from thresher.distributed.mesh import MESH_DIMS, ParallelDims
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import axis_sizes, build_infer, build_train
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.spec import ModelSource
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps
+from thresher.losses.pairs import ExampleLogps, ResponseLogps
 from thresher.models.attention.interface import KERNELS
 from thresher.models.loading.load_sharded import allocate, build_without_weights
 from thresher.models.loading.trained import TrainedParts
@@ -45,7 +45,7 @@ from thresher.plan.simulate.counters import (
     OperationCounter,
     leave_shapes_uncounted,
 )
-from thresher.plan.simulate.request import CountedAxis, CountedCollective, Kind, RankRequest, RankResult
+from thresher.plan.simulate.request import CountedCollective, CountedDim, Kind, RankRequest, RankResult
 
 # one token id for all tokens: no value is ever computed
 _TOKEN = 3
@@ -91,7 +91,7 @@ class _Step:
         source, trained = SourceWithoutValues(**vars(spec.source)), TrainedPartsWithoutValues(**vars(spec.trained))
         # uncompiled: a compiler needs values
         self._policy = build_train(replace(spec, source=source, trained=trained, compilation=None))
-        self._score: Callable[[PairBatch], ChosenRejectedLogps] | None = None
+        self._score: Callable[[ExampleBatch], ExampleLogps] | None = None
         if request.reference == "adapter":
             self._score = self._policy.score_base
         elif request.reference == "copy":
@@ -115,7 +115,7 @@ class _Step:
             learning_rate=1e-6,
         )
 
-    def _reference(self, batch: PairBatch) -> ChosenRejectedLogps | None:
+    def _reference(self, batch: ExampleBatch) -> ExampleLogps | None:
         if not self._objective.needs_reference:
             return None
         if self._score is not None:
@@ -127,49 +127,49 @@ class _Step:
                 copy_to_device(torch.tensor(sizes), self._device),
             )
 
-        return ChosenRejectedLogps(
-            side([len(pair.chosen_ids) for pair in batch.pairs]), side([len(pair.rejected_ids) for pair in batch.pairs])
-        )
+        sizes = [[len(response.ids) for response in pair.responses] for pair in batch.pairs]
+        by_side = ([each[number] for each in sizes if number < len(each)] for number in range(batch.num_sides))
+        return ExampleLogps(tuple(map(side, by_side)))
 
 
-def _batch(lengths: list[list[int]]) -> PairBatch:
+def _batch(lengths: list[list[int]]) -> ExampleBatch:
     def ids(size: int) -> npt.NDArray[np.int32]:
         return np.full(size, _TOKEN, dtype=np.int32)
 
-    pairs = tuple(Pair(ids(prompt), ids(chosen), ids(rejected)) for prompt, chosen, rejected in lengths)
-    return PairBatch(np.arange(len(pairs)), pairs)
+    pairs = tuple(Example(ids(prompt), tuple(Response(ids(n)) for n in sizes if n)) for prompt, *sizes in lengths)
+    return ExampleBatch(np.arange(len(pairs)), pairs)
 
 
 def _counted(
     communication: CommunicationCounter, request: RankRequest, settings: FSDP2Settings
 ) -> list[CountedCollective]:
     dims = axis_sizes(settings, request.num_processes)
-    found: dict[tuple[CountedAxis, Kind, int, bool], CountedCollective] = {}
+    found: dict[tuple[CountedDim, Kind, int, bool], CountedCollective] = {}
     for each, payload in communication.payloads.items():
         on_host, size, calls = each.device == "cpu", len(each.ranks), communication.calls_of[each]
         is_of_step = on_host or each.is_of_numbers
-        axis: CountedAxis = "step" if is_of_step else axis_of(each.kind, each.ranks, dims, request.rank)
-        key = axis, each.kind, size, on_host
-        before = found.get(key, CountedCollective(axis, each.kind, size, 0, 0, on_host))
+        mesh_dim: CountedDim = "step" if is_of_step else mesh_dim_of(each.kind, each.ranks, dims, request.rank)
+        key = mesh_dim, each.kind, size, on_host
+        before = found.get(key, CountedCollective(mesh_dim, each.kind, size, 0, 0, on_host))
         found[key] = replace(before, calls=before.calls + calls, payload=before.payload + payload)
     return list(found.values())
 
 
-def axis_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> CountedAxis:
-    """The axis whose processes exchange device data in a group of ranks."""
+def mesh_dim_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> CountedDim:
+    """The mesh dimension whose processes exchange device data in a group of ranks."""
     if kind in ("send", "receive", "broadcast"):
         return "pp"
     is_of_fsdp = kind in ("all_gather", "reduce_scatter")
     mesh = np.arange(dims.num_processes).reshape(dims.sizes)
     own = np.argwhere(mesh == rank)[0]
-    for number, axis in enumerate(AXES):
+    for number, mesh_dim in enumerate(MESH_DIMS):
         index = tuple(slice(None) if each == number else at for each, at in enumerate(own))
         if set(ranks) <= set(mesh[index].tolist()):
             # FSDP2 shards over dp_shard and cp
-            return "dp_shard" if axis == "cp" and is_of_fsdp else cast("CountedAxis", axis)
+            return "dp_shard" if mesh_dim == "cp" and is_of_fsdp else cast("CountedDim", mesh_dim)
     if is_of_fsdp:
         return "dp_shard"
-    raise ValueError(f"a {kind} of the ranks {ranks} is along no axis")
+    raise ValueError(f"a {kind} of the ranks {ranks} is along no mesh dimension")
 
 
 class SourceWithoutValues(ModelSource):

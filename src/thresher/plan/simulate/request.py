@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # mesh dimensions, and `step`: the norms and metrics that all ranks agree on
-CountedAxis = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp", "step"]
+CountedDim = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp", "step"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive"]
 
 
@@ -17,7 +17,7 @@ class RankRequest:
     config: dict[str, Any]  # the values of a DPOConfig
     rank: int
     num_processes: int
-    micro_batches: list[list[list[int]]]  # of one step; lengths (prompt, chosen, rejected) of their pairs
+    micro_batches: list[list[list[int]]]  # of one step; lengths (prompt, response 1, response 2, ...) of their examples
     pairs_per_step: int  # over all ranks
     reference: Literal["adapter", "copy"] | None  # how the policy's processes score it in each step, if they do
     memory: int  # of the device in bytes
@@ -27,7 +27,7 @@ class RankRequest:
 class CountedCollective:
     """Collectives of one kind in a group of `size` processes."""
 
-    axis: CountedAxis
+    mesh_dim: CountedDim
     kind: Kind
     size: int
     calls: int
@@ -44,7 +44,7 @@ class CountedCollective:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Counts of one optimizer step. Bytes are those of the device."""
+    """Counts of one optimizer step. Bytes are on the device."""
 
     rank: int
     held: int  # weights and optimizer state, between steps
@@ -61,8 +61,8 @@ class RankResult:
         """Bytes that the process sends along each mesh dimension, without the messages of a step."""
         sent: dict[str, float] = {}
         for each in self.collectives:
-            if each.axis != "step":
-                sent[each.axis] = sent.get(each.axis, 0.0) + each.wire_bytes
+            if each.mesh_dim != "step":
+                sent[each.mesh_dim] = sent.get(each.mesh_dim, 0.0) + each.wire_bytes
         return sent
 
     @classmethod

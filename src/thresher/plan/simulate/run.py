@@ -20,10 +20,10 @@ from thresher.errors import UserError
 from thresher.plan.estimate import Estimate
 from thresher.plan.simulate.fake_cuda import compile_guard
 from thresher.plan.simulate.request import RankRequest, RankResult
-from thresher.plan.step import Axis, step_flops, wire_bytes
+from thresher.plan.step import MeshDim, step_flops, wire_bytes
 from thresher.plan.workload import Rows, rows_of, sampled_steps, sum_rows
 
-PairSizes = tuple[int, int, int]
+PairSizes = tuple[int, ...]  # tokens of the prompt and each response
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SimulatedRank:
     stage: str
     counted: RankResult
     memory: Memory
-    wire_bytes: Mapping[Axis, float]
+    wire_bytes: Mapping[MeshDim, float]
     flops: float  # of products outside of attention, which the simulation replaces
 
 
@@ -62,7 +62,7 @@ def typical_micro_batches(estimate: Estimate) -> list[list[PairSizes]]:
         batches = batching.split(plan.pair_ids(number), 0, estimate.dims.num_data_ranks)
         most = max(most, len(batches))
         for ids in batches:
-            sizes = [(int(p), int(c), int(r)) for p, c, r in lengths[ids]]
+            sizes = [tuple(map(int, row)) for row in lengths[ids]]
             found.append((rows_of(lengths[ids], layout), sizes))
     found.sort(key=lambda each: each[0].total)
     median, longest = found[len(found) // 2][1], found[-1][1]

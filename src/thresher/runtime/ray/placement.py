@@ -209,7 +209,7 @@ def _fit_role(role: RoleConfig, name: str, nodes: Sequence[Node], devices_per_no
     size, usable = _nodes_with_devices(nodes, devices_per_node)
     num_devices, mapping = size * len(usable), role.device_mapping or ()
     devices = [device for device in mapping if device < num_devices]
-    if mapping and num_devices and not devices:  # a role that lost all its devices shares those of other roles
+    if mapping and num_devices and not devices:  # a role that lost all its devices shares other roles' devices
         devices = sorted({device % num_devices for device in mapping})
     cores = int(sum(node.num_cpus for node in nodes))
     available = len(devices) if role.device_mapping else min(requested, max(1, cores))

@@ -21,35 +21,30 @@ from ray.exceptions import RayActorError
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.data.batching.plan import PairIds
-from thresher.data.pair import PairBatch
+from thresher.data.example import ExampleBatch
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import TrainEngine
 from thresher.errors import WorkerLostError
-from thresher.losses.pairs import ChosenRejectedLogps, ResponseLogps, empty_logps
+from thresher.losses.pairs import ExampleLogps, ResponseLogps, concat_sides, empty_logps
 from thresher.reference.scorers import Reference
 from thresher.runtime.ray.cluster import death_cause
 from thresher.training.trainer import evaluation_batches
 
 
-class FlatLogps(NamedTuple):
-    """Both sides of some pairs, concatenated pair by pair."""
+class FlatSide(NamedTuple):
+    """One response of each of some examples, concatenated."""
 
-    chosen: npt.NDArray[np.float32]
-    chosen_lengths: npt.NDArray[np.int64]
-    rejected: npt.NDArray[np.float32]
-    rejected_lengths: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    lengths: npt.NDArray[np.int64]
 
 
-def pack_logps(batches: Sequence[ChosenRejectedLogps]) -> FlatLogps:
+def pack_logps(batches: Sequence[ExampleLogps]) -> list[FlatSide]:
     """Concatenate the logps of several batches."""
-    arrays = []
-    for side in ([batch.chosen for batch in batches], [batch.rejected for batch in batches]):
-        arrays.append(np.concatenate([batch.values.float().cpu().numpy() for batch in side]))
-        arrays.append(np.concatenate([batch.lengths.cpu().numpy() for batch in side]))
-    return FlatLogps(*arrays)
+    sides = concat_sides(batches).sides
+    return [FlatSide(side.values.float().cpu().numpy(), side.lengths.cpu().numpy()) for side in sides]
 
 
-def unpack_logps(flat: FlatLogps, pairs_per_batch: Sequence[int], device: torch.device) -> list[ChosenRejectedLogps]:
+def unpack_logps(flat: Sequence[FlatSide], pairs_per_batch: Sequence[int], device: torch.device) -> list[ExampleLogps]:
     """Split concatenated logps into batches. On the CPU the results are views of the object store's memory."""
     bounds = np.cumsum([0, *pairs_per_batch])
 
@@ -63,8 +58,7 @@ def unpack_logps(flat: FlatLogps, pairs_per_batch: Sequence[int], device: torch.
             for at in range(len(pairs_per_batch))
         ]
 
-    sides = unpack(flat.chosen, flat.chosen_lengths), unpack(flat.rejected, flat.rejected_lengths)
-    return [ChosenRejectedLogps(*batch) for batch in zip(*sides, strict=True)]
+    return [ExampleLogps(sides) for sides in zip(*(unpack(*side) for side in flat), strict=True)]
 
 
 @dataclass
@@ -84,9 +78,9 @@ class PrefetchingReference:
     seconds_per_pair: float = 0.0  # included in the time that the policy waits
     _next: int = 0
     _pending: deque[tuple[int, Any]] = field(default_factory=deque)
-    _current: dict[bytes, ChosenRejectedLogps] = field(default_factory=dict)
+    _current: dict[bytes, ExampleLogps] = field(default_factory=dict)
 
-    def logps(self, batch: PairBatch) -> ChosenRejectedLogps:
+    def logps(self, batch: ExampleBatch) -> ExampleLogps:
         """Return the logps of a batch, advancing to its work item; batches come in order."""
         if not len(batch):
             return empty_logps(self.device)
@@ -141,8 +135,8 @@ def prefetch_reference(inputs: RunInputs, policy: TrainEngine, workers: Sequence
         repeats=False,
     )
     validation = None
-    if inputs.validation is not None:
-        lengths, batching = inputs.validation.lengths, build_eval_batching(inputs)
+    if (examples := inputs.validation_examples) is not None:
+        lengths, batching = examples.lengths, build_eval_batching(inputs)
         batches = evaluation_batches(lengths, batching, dp_group.rank, dp_group.size)
         validation = prefetching(
             lambda index: [batches[index]],
@@ -150,4 +144,4 @@ def prefetch_reference(inputs: RunInputs, policy: TrainEngine, workers: Sequence
             work_items=range(len(batches)),
             repeats=True,
         )
-    return Reference(train, validation, same_initial_weights(config), "other axes")
+    return Reference(train, validation, same_initial_weights(config), "other mesh")

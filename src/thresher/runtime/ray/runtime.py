@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import look_up
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
 from thresher.config import DPOConfig
+from thresher.models.layouts import Layout
 from thresher.observability.timing import PhaseClock
 from thresher.runtime.devices import CPU
 from thresher.runtime.group import Runtime, with_absolute_cache_dir
-from thresher.runtime.rank import RankReport
 from thresher.runtime.ray.cluster import Call, Cluster, ResourceManager, alive_nodes, wait_for
 from thresher.runtime.ray.heartbeat_monitor import HeartbeatMonitor
 from thresher.runtime.ray.placement import ElasticScaler, RoleDemand, note_idle_devices
@@ -64,10 +63,10 @@ class RayRuntime(Runtime):
         # without a mapping, workers have no GPU, and need not be waited for
         return super().smallest_gpu() if self.config.actor_train.device_mapping else None
 
-    def load(self, inputs: RunInputs, checkpoint: Path | None) -> RankReport:
+    def load(self, inputs: RunInputs, checkpoint: Path | None) -> tuple[Layout, tuple[str, ...]]:
         """Load the models on all workers in parallel, connect the clusters, and build the trainers."""
         config, mode = self.config, inputs.mode
-        _ = inputs.frozen_weights  # hashed here once and sent to the workers; its time counts as that of the data
+        _ = inputs.frozen_weights  # hashed here once and sent to the workers; its time counts as the data's
         self._clock.end("data")
         policy = self.ranks
         opening = self._open(policy)
@@ -84,15 +83,15 @@ class RayRuntime(Runtime):
             opening += self._open(self.scorers)
             wait_for([*loading, *self.scorers.submit("load", inputs)])
             workers = tuple(self.scorers.workers)
-        wait_for(loading)
+        layout, hidden_size = wait_for(loading)[0]
         self._clock.end("model")
         for warning in filter(None, dict.fromkeys(wait_for(opening))):
             logger.warning("%s", warning)
-        report: RankReport = policy.call("build", checkpoint, workers)[0]
+        notes = policy.call("build", checkpoint, workers)[0]
         if self.scorers is not None and workers:
-            self.scorers.call("serve", report.layout, report.hidden_size, config.actor_train.num_data_ranks)
+            self.scorers.call("serve", layout, hidden_size, config.actor_train.num_data_ranks)
         self._clock.end("checkpoint")
-        return replace(report, notes=(*report.notes, *self._scaler.notes))
+        return layout, (*notes, *self._scaler.notes)
 
     def can_scale_up(self) -> str | None:
         return self._scaler.can_scale_up()

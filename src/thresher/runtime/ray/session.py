@@ -78,7 +78,7 @@ def _start_ray() -> Path:
         try:
             ray.init(address="local", _temp_dir=str(directory / "ray"), **quiet)
             break
-        except Exception as error:  # Ray has no class of its own for it
+        except Exception as error:  # Ray has no class for it
             ray.shutdown()
             if _TIMED_OUT not in str(error):
                 shutil.rmtree(directory, ignore_errors=True)

@@ -21,11 +21,11 @@ from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro
 from thresher.builders.reference import ScoringProgress, look_up, score_missing
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching
+from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds
-from thresher.data.store.reader import PairStore
 from thresher.distributed.groups import Group
 from thresher.engines.engine import Engine
-from thresher.losses.pairs import ChosenRejectedLogps
+from thresher.losses.pairs import ExampleLogps
 from thresher.models.layouts import Layout
 from thresher.observability.heartbeat import (
     Heartbeat,
@@ -41,7 +41,7 @@ from thresher.runtime.devices import CPU, claim_gpu, init_process_group
 from thresher.runtime.rank import PolicyRank, Rank
 from thresher.runtime.ray import IMPORT_STARTED_AT
 from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
-from thresher.runtime.ray.remote_reference import FlatLogps, pack_logps, prefetch_reference
+from thresher.runtime.ray.remote_reference import FlatSide, pack_logps, prefetch_reference
 from thresher.training.trainer import evaluation_batches
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Worker(Rank):
 
 
 class ActorWorker(Worker, PolicyRank):
-    """One rank of the policy; its reference may have workers of its own."""
+    """One rank of the policy; its reference may have its own workers."""
 
     def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:
         if self._inputs.mode == "concurrent" and workers:
@@ -126,7 +126,7 @@ class ReferenceWorker(Worker):
 
     def __init__(self, rank: int, size: int, threads: int, directory: str):
         super().__init__(rank, size, threads, directory)
-        self._recent: dict[tuple[int, int], FlatLogps] = {}
+        self._recent: dict[tuple[int, int], list[FlatSide]] = {}
         self._spans: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
         self._num_scored = 0
 
@@ -151,14 +151,15 @@ class ReferenceWorker(Worker):
         self._num_ranks = num_ranks
         self._recent.clear()  # of a previous run
 
-    def score_step(self, step: int, rank: int) -> FlatLogps:
+    def score_step(self, step: int, rank: int) -> list[FlatSide]:
         """Score the micro-batches of a data rank in a step; all processes of the rank request the same."""
         if (step, rank) in self._recent:
             return self._recent[step, rank]
         set_activity(f"scoring step {step + 1} for rank {rank}", pace_after(self._num_scored))
         started = time.time()
+        examples = self._inputs.train_examples
         batches = self._micro_batching.split(self._inputs.plan.pair_ids(step), rank, self._num_ranks)
-        flat = pack_logps([self._score(self._inputs.train, ids) for ids in batches])
+        flat = pack_logps([self._score(examples, ids) for ids in batches])
         end_activity()
         self._num_scored += 1
         self._spans.append(TraceSpan("reference", step, started, time.time()))
@@ -167,9 +168,9 @@ class ReferenceWorker(Worker):
             del self._recent[next(iter(self._recent))]
         return flat
 
-    def score_validation(self, batch: int, rank: int) -> FlatLogps:
+    def score_validation(self, batch: int, rank: int) -> list[FlatSide]:
         """Score an evaluation batch of a data rank."""
-        store = self._inputs.validation
+        store = self._inputs.validation_examples
         if store is None:
             raise ValueError("there are no validation pairs to score")
         set_activity(f"scoring validation batch {batch + 1} for rank {rank}")
@@ -180,7 +181,7 @@ class ReferenceWorker(Worker):
     def trace(self) -> list[TraceSpan]:
         return list(self._spans)
 
-    def _score(self, store: PairStore, ids: PairIds) -> ChosenRejectedLogps:
+    def _score(self, store: Examples, ids: PairIds) -> ExampleLogps:
         logps = self._reference.score(store.read(ids))
         report_progress()
         return logps

@@ -1,4 +1,4 @@
-"""Invalid parallel axes are rejected before any worker starts, with the valid sizes."""
+"""Invalid parallel sizes are rejected before any worker starts, with the valid ones."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_single_file_model_can_be_replicated_but_not_sharded(tmp_path):
     ],
     ids=str,
 )
-def test_unknown_axes_and_invalid_values_are_rejected(config, axes, message):
+def test_unknown_keys_and_invalid_values_are_rejected(config, axes, message):
     with pytest.raises(UserError) as caught:
         config(**axes)
     assert message in str(caught.value)

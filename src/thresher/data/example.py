@@ -1,0 +1,109 @@
+"""Tokenized examples and micro-batches of them, unpadded; layouts collate them into model inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+#: of a dataset: a chosen and a rejected response; one response with a label; or several with scores
+Kind = Literal["pairs", "labels", "lists"]
+
+
+class Response(NamedTuple):
+    """One response to a prompt."""
+
+    ids: TokenIds
+    #: one bool per token, False where it is not scored; None scores all tokens
+    mask: Mask | None = None
+    #: a label (1 desirable, 0 not) or a score; None in pairs, whose order says which response is preferred
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids of one prompt and its responses; an example with a chosen and a rejected response is a pair."""
+
+    prompt_ids: TokenIds
+    #: the best first, where the data ranks them
+    responses: tuple[Response, ...]
+    weight: float = 1.0
+    margin: float = 0.0
+
+    @classmethod
+    def pair(
+        cls,
+        prompt_ids: TokenIds,
+        chosen_ids: TokenIds,
+        rejected_ids: TokenIds,
+        chosen_mask: Mask | None = None,
+        rejected_mask: Mask | None = None,
+        weight: float = 1.0,
+        margin: float = 0.0,
+    ) -> Example:
+        return cls(
+            prompt_ids, (Response(chosen_ids, chosen_mask), Response(rejected_ids, rejected_mask)), weight, margin
+        )
+
+    @property
+    def chosen(self) -> Response:
+        return self.responses[0]
+
+    @property
+    def rejected(self) -> Response:
+        return self.responses[1]
+
+
+def scored_positions(prompt: TokenIds, response: Response, *, with_prompt: bool = False) -> npt.NDArray[np.int64]:
+    """Return the positions of the scored tokens in prompt + response, from 0.
+
+    `with_prompt` scores all tokens but the first, which nothing predicts, whatever the mask.
+    """
+    ids, mask = response.ids, response.mask
+    if with_prompt:
+        return np.arange(1, len(prompt) + len(ids))
+    return len(prompt) + (np.arange(len(ids)) if mask is None else np.flatnonzero(mask))
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """The examples of one micro-batch and their row numbers in the store."""
+
+    pair_ids: npt.NDArray[np.int64]
+    pairs: tuple[Example, ...]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def num_sides(self) -> int:
+        """Responses of the example that has most."""
+        return max(len(example.responses) for example in self.pairs)
+
+    @property
+    def values(self) -> npt.NDArray[np.float32] | None:
+        """Labels or scores, [examples, sides], 0 where an example has no such response; None for pairs."""
+        if not self.pairs or self.pairs[0].chosen.value is None:
+            return None
+        values = np.zeros((len(self), self.num_sides), dtype=np.float32)
+        for row, example in zip(values, self.pairs, strict=True):
+            row[: len(example.responses)] = [response.value for response in example.responses]
+        return values
+
+    def with_sides(self, count: int) -> ExampleBatch:
+        """Return the examples with at most this number of responses each."""
+        if not self.pairs or self.num_sides <= count:
+            return self
+        return replace(self, pairs=tuple(replace(each, responses=each.responses[:count]) for each in self.pairs))
+
+    def sequences(self) -> Iterator[tuple[TokenIds, Response]]:
+        """Yield the prompt and the response of each sequence: the first response of every example, then the second."""
+        for side in range(self.num_sides):
+            for example in self.pairs:
+                if side < len(example.responses):
+                    yield example.prompt_ids, example.responses[side]

@@ -1,0 +1,201 @@
+"""Steps on single labelled responses and on lists, against plain forwards of transformers in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.support.tiny_models import VOCAB, tiny_model
+from thresher.config.roles import TrainingArgs
+from thresher.data.batching.mismatched import rotate
+from thresher.data.example import Example, ExampleBatch, Response
+from thresher.engines.accumulate import MicroBatch
+from thresher.engines.native.build import infer_engine, train_engine
+from thresher.losses import Objective, make_loss
+from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+
+LAYOUTS = {"shared": PackedLayout(True), "packed": PackedLayout(False), "padded": PaddedLayout(pad_id=0)}
+LABELS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+# sums of losses over examples divided by their number: how many examples each micro-batch has
+SPLITS = [(6,), (3, 3), (1,) * 6, (4, 1, 1)]
+
+
+def tokens(draw: np.random.Generator, most: int) -> np.ndarray:
+    return draw.integers(3, VOCAB, draw.integers(1, most + 1)).astype(np.int32)
+
+
+def with_mismatched_answers() -> list[Example]:
+    """Labelled examples, each with the answer of the one before it."""
+    draw = np.random.default_rng(0)
+    prompts, answers = [tokens(draw, 4) for _ in LABELS], [tokens(draw, 6) for _ in LABELS]
+    return [
+        Example(prompt, (Response(answer, value=label), Response(answers[at - 1], value=0.0)))
+        for at, (prompt, answer, label) in enumerate(zip(prompts, answers, LABELS, strict=True))
+    ]
+
+
+def ranked(counts: Sequence[int] = (4, 2, 3, 2, 4, 3)) -> list[Example]:
+    draw = np.random.default_rng(0)
+    return [
+        Example(tokens(draw, 4), tuple(Response(tokens(draw, 6), value=float(-rank)) for rank in range(count)))
+        for count in counts
+    ]
+
+
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Policy and reference, different weights."""
+    return tiny_model("llama").double(), tiny_model("llama", seed=1).double()
+
+
+def plain_log_ratio(policy: PreTrainedModel, reference: PreTrainedModel, prompt: np.ndarray, ids: np.ndarray) -> Tensor:
+    sequence = torch.tensor([[*prompt.tolist(), *ids.tolist()]])
+    rows = slice(len(prompt) - 1, -1)
+
+    def logp(model: PreTrainedModel) -> Tensor:
+        logits = model(input_ids=sequence, use_cache=False).logits[0, rows]
+        return logits.log_softmax(-1).gather(1, torch.from_numpy(ids.astype(np.int64))[:, None]).sum()
+
+    with torch.no_grad():
+        expected = logp(reference)
+    return logp(policy) - expected
+
+
+def gradients(
+    examples: Sequence[Example], objective: Objective, layout: Layout, split: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The step's gradient and metrics, with these micro-batches."""
+    policy_model, reference_model = models()
+    policy = train_engine(policy_model, layout, torch.float64, TrainingArgs(learning_rate=1e-3))
+    reference = infer_engine(reference_model, layout, torch.float64)
+    micro_batches, start = [], 0
+    for size in split:
+        ids = np.arange(start, start + size)
+        batch = ExampleBatch(ids, tuple(examples[start : start + size]))
+        micro_batches.append(MicroBatch(batch, reference.score(batch)))
+        start += size
+    metrics, _, _ = policy.accumulate(micro_batches, objective, len(examples))
+    found = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
+    return found, {name: metric.mean for name, metric in metrics.items()}
+
+
+def expected_gradients(loss: Callable[[Callable[..., Tensor]], Tensor]) -> tuple[dict[str, Tensor], float]:
+    """The gradient of a loss written with plain forwards."""
+    policy, reference = models()
+    value = loss(lambda prompt, ids: plain_log_ratio(policy, reference, prompt, ids))
+    value.backward()
+    found = {name: each.grad for name, each in policy.named_parameters() if each.grad is not None}
+    return found, value.item()
+
+
+# norms compute in fp32 whatever the dtype, and those of packed rows round in another place than transformers'
+TOLERANCES = {"padded": 1e-12, "packed": 1e-6, "shared": 1e-6}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=tolerance, rtol=0, msg=name)
+
+
+def kto(log_ratio: Callable[..., Tensor]) -> Tensor:
+    """Eq. 8 of KTO with beta 0.2, lambda_D 1.3 and lambda_U 0.9."""
+    examples = with_mismatched_answers()
+    mismatched = [log_ratio(each.prompt_ids, each.responses[1].ids).detach() for each in examples]
+    z0 = torch.stack(mismatched).mean().clamp(min=0.0)
+    losses = []
+    for each in examples:
+        advantage = 0.2 * (log_ratio(each.prompt_ids, each.chosen.ids) - z0)
+        is_desirable = each.chosen.value == 1.0
+        losses.append((1.3 if is_desirable else 0.9) * torch.sigmoid(-advantage if is_desirable else advantage))
+    return torch.stack(losses).mean()
+
+
+KTO = Objective(((make_loss("kto", {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.9}), 1.0),))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_a_step_of_kto_is_the_formula_for_every_micro_batching(layout, split):
+    expected, value = expected_gradients(kto)
+    whole, _ = gradients(with_mismatched_answers(), KTO, LAYOUTS[layout], (6,))
+    found, metrics = gradients(with_mismatched_answers(), KTO, LAYOUTS[layout], split)
+    assert_equal(found, whole)
+    assert_equal(found, expected, TOLERANCES[layout])
+    assert metrics["loss"] == pytest.approx(value, abs=TOLERANCES[layout])
+
+
+def plackett_luce(log_ratio: Callable[..., Tensor]) -> Tensor:
+    losses = []
+    for each in ranked():
+        rewards = torch.stack([0.2 * log_ratio(each.prompt_ids, response.ids) for response in each.responses])
+        losses.append(-sum(rewards[k] - rewards[k:].logsumexp(0) for k in range(len(rewards))))
+    return torch.stack(losses).mean()
+
+
+def sigmoid_of_all(log_ratio: Callable[..., Tensor]) -> Tensor:
+    losses = []
+    for each in ranked():
+        rewards = [0.2 * log_ratio(each.prompt_ids, response.ids) for response in each.responses]
+        pairs = [(i, j) for i in range(len(rewards)) for j in range(i + 1, len(rewards))]
+        losses.append(-torch.stack([torch.nn.functional.logsigmoid(rewards[i] - rewards[j]) for i, j in pairs]).mean())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("loss", "formula"), [("plackett_luce", plackett_luce), ("sigmoid", sigmoid_of_all)])
+def test_a_step_on_ragged_lists_is_the_formula_in_every_layout(loss, formula, layout):
+    expected, value = expected_gradients(formula)
+    objective = Objective(((make_loss(loss, {"beta": 0.2}), 1.0),))
+    for split in ((6,), (1, 3, 2)):
+        found, metrics = gradients(ranked(), objective, LAYOUTS[layout], split)
+        assert_equal(found, expected, TOLERANCES[layout])
+        assert metrics["loss"] == pytest.approx(value, abs=TOLERANCES[layout])
+
+
+def test_a_shared_row_computes_the_prompt_of_a_list_once():
+    lists = ExampleBatch(np.arange(1), tuple(ranked([4])))
+    (example,) = lists.pairs
+    shared, packed = (LAYOUTS[name].collate(lists) for name in ("shared", "packed"))
+    responses = sum(len(each.ids) - 1 for each in example.responses)
+    assert shared.model_inputs["input_ids"].numel() == len(example.prompt_ids) + responses
+    assert packed.model_inputs["input_ids"].numel() == 4 * len(example.prompt_ids) + responses
+
+
+@pytest.mark.parametrize("changed", range(4))
+def test_changing_one_response_moves_no_other(changed):
+    (example,) = ranked([4])
+    model = tiny_model("llama").double()
+
+    def sums(example: Example) -> list[float]:
+        engine = infer_engine(model, LAYOUTS["shared"], torch.float64)
+        return [side.sums().item() for side in engine.score(ExampleBatch(np.arange(1), (example,))).sides]
+
+    responses = list(example.responses)
+    responses[changed] = Response((responses[changed].ids + 1) % VOCAB)
+    before, after = sums(example), sums(Example(example.prompt_ids, tuple(responses)))
+    assert [math.isclose(one, other, rel_tol=1e-12) for one, other in zip(before, after, strict=True)] == [
+        at != changed for at in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("abcd", [3, 0, 1, 2]),
+        ("aabb", [3, 3, 1, 1]),
+        ("abba", [2, 0, 0, 2]),
+        ("aab", [2, 2, 1]),
+        ("aaaa", [-1] * 4),
+        ("a", [-1]),
+    ],
+)
+def test_a_mismatched_answer_is_the_nearest_before_it_with_a_different_prompt(prompts, expected):
+    ids = np.arange(100, 100 + len(prompts))
+    found = rotate(ids, np.array([each.encode() * 16 for each in prompts], dtype="V16"))
+    assert found.tolist() == [at if at < 0 else 100 + at for at in expected]
