@@ -1,7 +1,7 @@
 """Figures and pictures that follow the theme that the reader chose on the site; an image follows the system only.
 
 SVG files with the class `fig` become a part of the page; their colours are in docs/_static/figures.css. A picture
-NAME-light.png with a NAME-dark.png beside it becomes both, each for its theme.
+NAME-light.png with a NAME-dark.png next to it becomes both, each for its theme.
 """
 
 from __future__ import annotations

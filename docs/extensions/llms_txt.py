@@ -1,4 +1,4 @@
-"""Write llms.txt (https://llmstxt.org) beside index.html: every page by section, with a one-line description.
+"""Write llms.txt (https://llmstxt.org) next to index.html: every page by section, with a one-line description.
 
 Sections are the root's toctree, pages those below each section's index. An index describes its pages in a list of
 `- [title](page.md): description`; the same text becomes the description in the head of each page.
@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def describe_pages(env: BuildEnvironment) -> dict[str, str]:
-    """Map each page to its description; that of a section, and of the site, is its first paragraph."""
+    """Map each page to its description; for a section, and for the site, its first paragraph."""
     root = env.config.root_doc
     described = {root: _first_paragraph(env, root)}
     described |= {section: _first_paragraph(env, section) for section in env.toctree_includes[root]}

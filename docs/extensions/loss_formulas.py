@@ -19,10 +19,13 @@ PAPERS = {
     "2408.06266": "APO",
     "2406.08414": "DiscoPOP",
     "2411.15124": "Tülu 3",
+    "2402.13228": "DPOP",
     "2405.14734": "SimPO",
+    "2501.03884": "AlphaPO",
     "2403.07691": "ORPO",
     "2401.08417": "CPO",
     "2411.10442": "MPO",
+    "2402.01306": "KTO",
 }
 
 # loss: formula, where it is from and what else to know
@@ -87,6 +90,32 @@ FORMULAS: dict[str, tuple[str, str]] = {
         r"-(1 - g) \log \sigma(\beta z) + g \, e^{-\beta z}, \quad g = \sigma(\beta z / \tau)",
         "Equation 5 of the paper. τ is `discopop_tau`.",
     ),
+    "kto": (
+        r"\lambda_D \sigma(-\beta (r - z_0)) \text{ or } \lambda_U \sigma(\beta (r - z_0))",
+        "Equation 8 of the paper. z₀ is the mean log ratio of mismatched responses in "
+        "the step, at least 0. The weights are `desirable_weight` and `undesirable_weight`.",
+    ),
+    "bco": (
+        r"-\log \sigma(\beta r - \delta) \text{ or } -\log \sigma(\delta - \beta r)",
+        "Each term of [`bco_pair`](#bco-pair) alone.",
+    ),
+    "apo_zero_unpaired": (
+        r"1 - \sigma(\beta r) \text{ or } \sigma(\beta r)",
+        "Each term of [`apo_zero`](#apo-zero) alone.",
+    ),
+    "plackett_luce": (
+        r"-\sum_k \log \frac{e^{\beta r_k}}{\sum_{j \ge k} e^{\beta r_j}}",
+        "Equation 20 of the paper (appendix A.3), responses from the best to the worst.",
+    ),
+    "infonca": (
+        r"-\sum_k \mathrm{softmax}(s / \alpha)_k \log \mathrm{softmax}(\beta r)_k",
+        "Equation 8 of the paper. s are the scores of the data, divided by `infonca_alpha`.",
+    ),
+    "dpop": (
+        r"-\log \sigma(\beta (z - \lambda \max(0, -r_w)))",
+        "Equation 3 of the paper's second version; in the first one, the penalty was outside the sigmoid by mistake. "
+        "λ is `dpop_lambda`.",
+    ),
     "sigmoid_norm": (
         r"-\log \sigma(\beta (r_w / n_w - r_l / n_l))",
         "Section 5 of the paper, which has a beta of 5: rewards are per token here, so beta is larger than for "
@@ -95,6 +124,11 @@ FORMULAS: dict[str, tuple[str, str]] = {
     "simpo": (
         r"-\log \sigma(\beta (\pi_w / n_w - \pi_l / n_l) - \gamma)",
         "Equation 6 of the paper.",
+    ),
+    "alphapo": (
+        r"-\log \sigma(\beta (q_w - q_l) - \gamma), \quad q = \frac{1 - p^{-a}}{a}, \quad p = e^{\pi / n}",
+        "As in TRL's CPOTrainer. a is `alphapo_alpha`; 0 gives [`simpo`](#simpo). Defaults are those of "
+        "Mistral-Instruct in Table 3 of the paper.",
     ),
     "orpo": (
         r"-\pi_w / n_w - \beta \log \sigma(o_w - o_l), \quad o = \log \frac{p}{1 - p}, \quad p = e^{\pi / n}",

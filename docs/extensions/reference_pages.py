@@ -41,8 +41,8 @@ API: dict[str, dict[str, list[str]]] = {
     },
     "Data": {
         "thresher.data.prepare.prepare": ["prepare"],
-        "thresher.data.store": ["PairStore"],
-        "thresher.data.pair": ["Pair"],
+        "thresher.data.store": ["ExampleStore"],
+        "thresher.data.example": ["Example"],
     },
     "Trackers": {
         "thresher.observability.trackers.tracker": ["Tracker", "RunInfo"],
@@ -76,7 +76,7 @@ EXAMPLES = {
     "thresher config show": "thresher config show dpo.yaml beta=0.2",
     "thresher config schema": "thresher config schema",
 }
-# the word for the value of an option that has no metavar of its own
+# the word for the value of an option that has no metavar
 _VALUES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
 
 

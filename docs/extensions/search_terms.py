@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 TERMS = {
-    "operate/checkpoints": ["resume", "continue a run", "save"],
+    "operate/checkpoints": ["checkpoint", "resume", "continue a run", "save"],
     "operate/troubleshooting": ["oom", "cuda out of memory", "nan", "nccl", "faq"],
     "scale/clusters": ["multi node", "multi-node", "multinode", "several nodes", "slurm", "kubernetes"],
     "scale/engines": ["deepspeed", "megatron"],
@@ -19,7 +19,7 @@ TERMS = {
     "scale/parallelism": ["fsdp", "tensor parallel", "multi gpu", "multi-gpu", "several gpus"],
     "train/choose-a-loss": ["which loss", "simpo", "ipo", "orpo"],
     "train/data": ["dataset", "dataset format", "jsonl"],
-    "train/hyperparameters": ["lr", "batch size", "epochs"],
+    "train/hyperparameters": ["beta", "lr", "batch size", "epochs"],
     "train/lora": ["adapter", "peft"],
 }
 
