@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.support.tiny_models import VOCAB, tiny_model
 from thresher.config.roles import TrainingArgs
-from thresher.data.batching.mismatched import rotate
+from thresher.data.batching.mismatched import VisitPlan, rotate
 from thresher.data.example import Example, ExampleBatch, Response
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import infer_engine, train_engine
@@ -182,6 +182,12 @@ def test_changing_one_response_moves_no_other(changed):
     assert [math.isclose(one, other, rel_tol=1e-12) for one, other in zip(before, after, strict=True)] == [
         at != changed for at in range(4)
     ]
+
+
+def test_the_visits_of_a_plan_are_numbered_without_gaps_where_epochs_end_with_a_partial_step():
+    plan = VisitPlan(10, seed=0, pairs_per_step=4, num_steps=8)
+    assert np.concatenate([plan.pair_ids(step) for step in range(8)]).tolist() == list(range(28))
+    assert plan.num_visits == 28
 
 
 @pytest.mark.parametrize(
