@@ -20,7 +20,7 @@ from typing import Any
 
 STATIC = Path(__file__).resolve().parents[1] / "docs" / "_static"
 WIDTH, CHARTS, MAX_BYTES = 1080, 2, 150_000
-LEFT_OUT = "#summary table, #summary h3, #health, header button, header p { display: none }"
+LEFT_OUT = "#summary table, #summary h3, #health, [href='#health'], header button, header p { display: none }"
 CLIP = f"""() => {{
     const charts = [...document.querySelectorAll("#curves figure, #curves .card, #curves .chart")].slice(0, {CHARTS});
     return Math.max(...charts.map(each => (each.closest("figure, .card") ?? each).getBoundingClientRect().bottom)) + 16;

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from tests.support.model_table import PAGE, model_table, written_table
 from tests.support.paths import ROOT
 from tests.training.test_resume import KILLS
 from thresher.builders.hardware import GPUS
+from thresher.importers.convert import convert
 from thresher.losses import loss_names
 from thresher.observability.health.rules import RULES
 
@@ -24,6 +26,14 @@ def test_every_test_file_that_the_guarantees_name_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)`", GUARANTEES.read_text(encoding="utf-8"))
     assert len(named) >= 6
     assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_the_lines_of_an_imported_config_are_those_that_the_import_writes(tmp_path: Path) -> None:
+    shown = re.findall(r"^```yaml\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    theirs, ours = shown[-2:]
+    (tmp_path / "trl.yaml").write_text(theirs, encoding="utf-8")
+    written = convert(tmp_path / "trl.yaml")[1].splitlines()
+    assert [line for line in written if line in ours.splitlines()] == ours.splitlines()
 
 
 def test_the_counts_in_the_readme_are_those_of_the_code() -> None:

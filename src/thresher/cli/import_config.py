@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # what a reader must know; the other outcomes are the same training
 _DIFFERENT = ("different meaning", "no equivalent")
-_KEY_WIDTH = 30
+_KEY_WIDTH = 31
 _BOTH_WIDTHS = 73  # two columns in 80 characters
 
 
@@ -65,8 +65,13 @@ def import_config(
     neutral = [entry.key for entry in translation.entries if entry.outcome == "changes nothing here"]
     if neutral and not show_all:
         logger.info("%s", _wrap(f"not translated, because they change nothing here: {', '.join(neutral)}"))
-    if others := len(translation.entries) - len(shown) - (0 if show_all else len(neutral)):
-        logger.info("%d other keys mean the same here or have no effect; --all shows them", others)
+    others = [entry for entry in translation.entries if entry.outcome not in (*_DIFFERENT, "changes nothing here")]
+    if others and not show_all:
+        defaults = sum(entry.is_default for entry in others)
+        count = f"{len(others) - defaults} other keys"
+        if defaults:
+            count += f" and {defaults} defaults of {translation.dialect.title}"
+        logger.info("%s", _wrap(f"{count} mean the same here or have no effect; --all shows them"))
     lost = translation.lost
     if lost and not force:
         names = ", ".join(entry.key for entry in lost)

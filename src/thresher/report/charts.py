@@ -149,7 +149,8 @@ def line_chart(
     labels = (color,) if dash is None else (color, dash)
     # for lines only: the legend would show the dashes of points, which have none
     dashes = {} if dash is None else {"strokeDash": {"field": dash, "type": "nominal", "title": None, "sort": None}}
-    thin, thick = {"type": "line", "strokeWidth": 1, "opacity": 0.35}, {"type": "line", "strokeWidth": 2}
+    line = {"type": "line", "strokeJoin": "round"}  # a mitered peak would be drawn above 100%
+    thin, thick = {**line, "strokeWidth": 1, "opacity": 0.35}, {**line, "strokeWidth": 2}
     faint = {"mark": thin, "transform": [{"filter": f"datum.part === '{RAW}'"}], "encoding": dashes}
     strong = {"mark": thick, "transform": [{"filter": f"datum.part !== '{RAW}'"}], "encoding": dashes}
     near = _hover_point(_tooltip(labels, "step", title, ".1%" if is_percent else ".4~g"))

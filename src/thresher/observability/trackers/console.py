@@ -181,7 +181,7 @@ def _without_event(run: RunInfo, pairs_seen: float) -> str:
     if pairs_seen >= run.health_from:
         return "no events"
     reach = ", and this run has fewer" if run.total_pairs < run.health_from else ""
-    return f"no events yet; most health rules compare from pair {run.health_from:,} on{reach}"
+    return f"no events yet; most health rules start at pair {run.health_from:,}{reach}"
 
 
 def _format(metrics: Mapping[str, float], patterns: Iterable[tuple[str, str]]) -> str:
