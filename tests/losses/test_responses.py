@@ -253,12 +253,13 @@ def test_the_running_mean_of_bco_pair_counts_the_comparisons_of_lists():
         ("best_rest", [[(0, 1), (0, 2), (0, 3)], [(0, 1)], [(0, 1), (0, 2)]]),
     ],
 )
-def test_the_loss_of_a_list_is_the_mean_over_its_comparisons(comparisons, expected):
-    inputs = random_examples(RANKED, SCORES)
+def test_the_loss_of_a_list_is_the_mean_over_its_comparisons_each_with_the_margin_of_the_list(comparisons, expected):
+    margins = [0.3, -0.2, 0.7]
+    inputs = replace(random_examples(RANKED, SCORES), margin=torch.tensor(margins, dtype=torch.float64))
     ratios = list(zip(*(log_ratios(inputs, number) for number in range(4)), strict=True))
     means = [
-        sum(math.log(1 + math.exp(-0.1 * (r[better] - r[worse]))) for better, worse in pairs) / len(pairs)
-        for r, pairs in zip(ratios, expected, strict=True)
+        sum(math.log(1 + math.exp(margin - 0.1 * (r[better] - r[worse]))) for better, worse in pairs) / len(pairs)
+        for r, margin, pairs in zip(ratios, margins, expected, strict=True)
     ]
     output = objective_of("sigmoid", comparisons=comparisons)(inputs)
     assert output.per_pair.tolist() == pytest.approx(means, abs=1e-12)
