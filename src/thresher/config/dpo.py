@@ -119,9 +119,8 @@ class DPOConfig(LossConfig):
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """On Ray: maximum consecutive restarts without a new checkpoint."""
     heartbeat_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without a worker's heartbeat or, after warm-up, without progress of any worker (at least twice the
-    longest wait), after which a run on Ray restarts and a torchrun run ends. Also the timeout of NCCL collectives in
-    later steps."""
+    """Seconds without a worker's heartbeat or, after warm-up, without progress of any worker, after which a run on Ray
+    restarts and a torchrun run ends. Also the timeout of NCCL collectives in later steps."""
     elastic: bool = False
     """On Ray: after losing a node, continue with fewer workers and the same global batch, and use a node that joins
     from the next checkpoint on."""

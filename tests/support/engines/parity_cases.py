@@ -166,7 +166,7 @@ AGAINST_ONE_PROCESS = [
     ),
     *(
         Case(sizes, loss=loss, also=also)
-        for loss, also in (("kto", "labelled responses (kto)"), ("plackett_luce", "lists (plackett_luce)"))
+        for loss, also in (("kto", "labelled responses"), ("plackett_luce", "lists"))
         for sizes in (
             ParallelDims(dp_shard=2),
             ParallelDims(dp_replicate=2),

@@ -35,10 +35,9 @@ class FSDP2Settings(StrategySettings):
     dp_replicate: PositiveInt = 1
     """Number of model replicas (HSDP), each sharded over its workers. Equal to the number of workers: no sharding."""
     zero_stage: Literal[1, 2, 3] = 3
-    """The optimizer state is always sharded. 3: weights are gathered per layer, in the forward and again in the
-    backward. 2: they stay gathered from a micro-batch's forward to its backward: one all-gather less, for the memory of
-    the whole model in the compute precision. 1: they stay gathered for a step, and gradients are reduced once, for the
-    memory of the whole gradient too."""
+    """3: weights are gathered per layer, in the forward and again in the backward. 2: they stay gathered until the
+    backward, for the memory of the whole model in the compute precision. 1: they stay gathered for a step, and
+    gradients are reduced once, for the memory of the whole gradient too."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which FSDP2 sums gradients over workers. bf16 halves these bytes and rounds each partial sum; it
     needs dtype bf16 with fp32 weights, zero_stage 2 or 3 and no dp_replicate."""

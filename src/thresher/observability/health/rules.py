@@ -1,8 +1,7 @@
 """The rules: each is a pure function of the records so far that returns the numbers that prove its condition.
 
 A limit is at least four standard errors of what it is compared with, in a window of history.py, so the noise of a
-healthy run does not reach it; docs/internals/architecture.md explains the limits. A rule whose metric a run does not
-have, such as `kl` without a reference, returns None.
+healthy run does not reach it. A rule whose metric a run does not have, such as `kl` without a reference, returns None.
 """
 
 from __future__ import annotations
