@@ -103,7 +103,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         raise UserError(
             f"the file system of {path} has no file locks ({error.strerror}); mount it with them (Lustre: `-o flock`), "
-            "or use a directory on another one"
+            "or use a directory on a different one"
         ) from None
     return True
 

@@ -200,7 +200,7 @@ def test_a_callback_ends_the_run_with_a_result(config, files):
         ({"train_dataset": [{"prompt": "a", "chosen": b"b", "rejected": "c"}]}, "row 0 of train_dataset is not JSON"),
         ({"eval_dataset": {"a": [], "b": []}}, "eval_dataset['a'] is empty"),
         ({"eval_dataset": {}}, "eval_dataset is empty"),
-        ({"train_dataset": {"a": [], "b": []}}, "train_dataset has several data sets (a, b); join them"),
+        ({"train_dataset": {"a": [], "b": []}}, "train_dataset has several datasets (a, b); join them"),
         ({"devices": 0}, "devices is 0"),
         ({"data_collator": object()}, "DPOTrainer has no argument data_collator"),
         ({"config": DPOConfig(), "args": DPOConfig()}, "config and args are both set"),

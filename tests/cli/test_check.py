@@ -312,7 +312,7 @@ def test_a_file_system_that_cannot_store_files_is_named(command_line, config, mo
     """Such as /proc, which has no space at all."""
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     assert error_of(command_line("check", config())) == (
-        "out is on a file system that cannot store files; set output_dir to another one"
+        "out is on a file system that cannot store files; set output_dir to a different one"
     )
 
 
@@ -324,7 +324,7 @@ def test_the_disk_must_have_space_for_a_checkpoint(command_line, config, monkeyp
     if free == 50_000:
         assert error_of(result) == (
             "out is on a disk with 50.0 kB free, but a checkpoint takes about 77.8 kB; free space, or set output_dir "
-            "to another disk"
+            "to a different disk"
         )
     assert ("warning: out is on a disk with 100.0 kB free, but the checkpoints to keep" in result.err) == (
         free == 10**5

@@ -210,7 +210,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config, tiny_dir, t
         (
             {"pref_loss": "orpo", "length_normalization": False},
             "length_normalization: false conflicts with orpo: alphapo, ipo, orpo, sft, sigmoid_norm, simpo average "
-            "logps over length, all other losses sum them; choose another loss or remove length_normalization",
+            "logps over length, all other losses sum them; choose a different loss or remove length_normalization",
         ),
         (
             {"actor_train__strategy_args__strategy_name": "megatron_infer"},
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_other_lora_settings(thresher, config):
     path = config(actor_train__model_args__lora_rank=4, max_steps=2, resume_from_checkpoint="auto")
     code, message = thresher("train", path)
     assert code == 2
-    assert message.startswith("the checkpoint in out/checkpoints/step-00000001 was made for another model: ")
+    assert message.startswith("the checkpoint in out/checkpoints/step-00000001 was made for a different model: ")
     assert message.endswith("resume with the same pretrain, master_dtype and lora settings")
 
 

@@ -107,7 +107,7 @@ def test_prepare_keeps_a_store_with_the_same_fingerprint_and_refuses_another(
     run(*arguments)
     assert "already contains these pairs" in terminal_output.getvalue()
     assert (tmp_path / "s" / "manifest.json").stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="prepare it again, or choose another output directory"):
+    with pytest.raises(UserError, match="prepare it again, or choose a different output directory"):
         run(*arguments, "--sequence-length", "64")
     run(*arguments, "--sequence-length", "64", "--overwrite")
 

@@ -70,7 +70,8 @@ def test_a_mixture_of_experts_is_sharded(two_ranks, experts_dir, model_args):
 
 
 def test_an_adapter_on_experts_that_are_stored_one_by_one_is_refused(two_ranks, experts_dir):
-    with pytest.raises(AssertionError, match=r"stores .*experts.* in another form, which cannot be converted below an"):
+    message = "stores .*experts.* in a different form, which cannot be converted below an"
+    with pytest.raises(AssertionError, match=message):
         two_ranks.run(partial(train_from_config, experts_dir, {}, "shared", **LORA))
 
 

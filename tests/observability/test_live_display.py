@@ -58,7 +58,7 @@ def test_the_display_has_the_bar_the_metrics_and_the_last_event(screen):
     # 4 steps in 20 seconds: the other 6 take 30
     # 12 of the 30 characters of the bar; without colors, the rest is blank
     assert re.fullmatch(r"step 4/10 ━{12} +40%  0:00:20 elapsed, 0:00:30 left", bar), bar
-    assert metrics == "loss 0.6931  accuracy 0.500  margin 0.2500  log-ratio -1.5000  12.3 pairs/s"
+    assert metrics == "loss 0.6931  accuracy 0.500  margin 0.2500  log ratio -1.5000  12.3 pairs/s"
     assert events == "no events"
 
 
@@ -82,7 +82,7 @@ def test_silence_of_the_health_rules_is_not_shown_as_health(screen, changes, pai
 def test_a_run_without_reference_shows_no_log_ratio(screen):
     screen.tracker.start(run_of(10), None)
     screen.tracker.log(1, METRICS)
-    assert "log-ratio" not in screen.lines()[1]
+    assert "log ratio" not in screen.lines()[1]
 
 
 def test_a_resumed_run_starts_at_its_step_and_estimates_from_its_own_steps(screen):

@@ -78,7 +78,7 @@ def test_a_run_that_drifts_away_is_reported_while_it_runs(base, tmp_path, caplog
     displaced, far = found["likelihood_displacement"], found["large_kl"]
     assert (displaced["step"], displaced["action"]) == (EVENT_STEP, "warn")
     assert displaced["evidence"]["margin now"] > displaced["evidence"]["margin at the start"]
-    assert abs(far["evidence"]["log-ratio per token"]) > far["evidence"]["limit per token"]
+    assert abs(far["evidence"]["log ratio per token"]) > far["evidence"]["limit per token"]
     assert f"health: likelihood_displacement at step {EVENT_STEP}: the chosen responses become less" in caplog.text
     marked = {record["step"] for record in metric_log(output) if record.get("health/likelihood_displacement") == 1.0}
     assert marked == {EVENT_STEP}

@@ -37,7 +37,7 @@ _ARGUMENTS = {
     "compute_loss_func": _LOSS,
 }
 _ATTRIBUTES = {
-    "fit": "call train(): its data are train_dataset and eval_dataset of DPOTrainer, its logs logging_dir and "
+    "fit": "call train(): its data is DPOTrainer's train_dataset and eval_dataset, its logs logging_dir and "
     "track_with of DPOConfig",
     "predict": "call evaluate(dataset) for metrics, or generate with trainer.model",
     "tokenizer": "it is called processing_class",

@@ -56,7 +56,7 @@ def data_source(dataset: Any, directory: Path, argument: str) -> dict[str, Any]:
         raise UserError(f"{argument} is empty; give rows with a prompt, a chosen and a rejected response")
     if isinstance(dataset, Mapping) and kind not in _HINTS:
         names = ", ".join(map(str, dataset))
-        raise UserError(f"{argument} has several data sets ({names}); join them with datasets.concatenate_datasets")
+        raise UserError(f"{argument} has several datasets ({names}); join them with datasets.concatenate_datasets")
     hint = _HINTS.get(kind, "give a datasets.Dataset, a list of dicts, a path, a list of paths or a prepared store")
     raise UserError(f"{argument} is of type {kind}, which cannot be read; {hint}")
 

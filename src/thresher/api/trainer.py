@@ -391,7 +391,7 @@ class DPOTrainer:
 
     @staticmethod
     def _complete(config: DPOConfig, *added: dict[str, Any]) -> DPOConfig:
-        """Add settings to a config, none of which it may set to another value."""
+        """Add settings to a config, none of which it may set to a different value."""
         values = config.model_dump(exclude_unset=True)
         for each in added:
             values = merge_settings(values, each, DPOConfig)

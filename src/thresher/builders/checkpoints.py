@@ -81,7 +81,7 @@ _VALUES_IN_0_2: Mapping[str, Mapping[Any, str]] = {
 
 
 def read_stored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored config under the current names. Nothing is validated: it may be of another version."""
+    """Return a stored config under the current names. Nothing is validated: it may be from a different version."""
     read = {}
     for key, value in values.items():
         name = _NAMES_IN_0_2.get(key, key)

@@ -185,7 +185,7 @@ def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str
         )
     attention = args.attn_implementation or of_reference
     requested, reason = _supported_layout(config)
-    # the models that must support the layout: the policy, and the reference if it is another model
+    # the models that must support the layout: the policy, and the reference if it is a different model
     trusted = {config.policy_path: args.trust_remote_code}
     trusted.setdefault(config.reference_path, config.trusts_reference_code)
     models = [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]

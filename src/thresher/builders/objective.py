@@ -28,7 +28,7 @@ def build_objective(config: DPOConfig) -> Objective:
         raise UserError(
             f"length_normalization: {str(normalizes).lower()} conflicts with {', '.join(conflicting)}: "
             f"{', '.join(sorted(_LENGTH_NORMALIZED))} average logps over length, all other losses sum them; choose "
-            "another loss or remove length_normalization"
+            "a different loss or remove length_normalization"
         )
     return Objective(
         terms=tuple(zip(losses, weights.values(), strict=True)),
@@ -57,7 +57,9 @@ def for_data(objective: Objective, store: ExampleStore) -> Objective:
             "or lists (`thresher losses` lists them), such as bco_pair or apo_zero, or data with a label per response"
         )
     if store.kind == "lists" and objective.couples_pairs:
-        raise UserError(f"{names} compares all pairs of a step, which lists do not have; use another loss, or pairs")
+        raise UserError(
+            f"{names} compares all pairs of a step, which lists do not have; use a different loss, or pairs"
+        )
     if store.kind == "pairs" and objective.comparisons != "all":
         raise UserError(f"comparisons={objective.comparisons} has no effect on pairs; remove it")
     return objective

@@ -88,7 +88,7 @@ class BudgetChoice:
 
 
 def with_token_budget(inputs: RunInputs, checkpoint: Path | None, find_gpu: Callable[[], Hardware | None]) -> RunInputs:
-    """Choose the token budget of a run once, for all ranks; a resumed run keeps the one of its checkpoint."""
+    """Choose the token budget of a run once, for all ranks; a resumed run keeps its checkpoint's."""
     if inputs.max_tokens is not None:
         return inputs
     if checkpoint is not None:

@@ -54,7 +54,9 @@ def translate_read_errors(path: Path, expected: str, *parse_errors: type[Excepti
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; resume from a different checkpoint") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); resume from another one") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error}); resume from a different one"
+        ) from error
     except parse_errors as error:
         raise CheckpointError(f"{path} is not {expected} ({error}); resume from a different checkpoint") from error
 
@@ -71,7 +73,7 @@ def _to_json(value: object) -> Any:
             if type(key) is not str or key == _FLOAT:
                 raise TypeError(f"a key of saved state must be a string other than {_FLOAT!r}, got {key!r}")
         return {key: _to_json(item) for key, item in value.items()}
-    # subclasses (numpy scalars, enums) would be read back as another type
+    # subclasses (numpy scalars, enums) would be read back as a different type
     raise TypeError(f"saved state must be plain JSON values, got {value!r} of type {type(value).__name__}")
 
 

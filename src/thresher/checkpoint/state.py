@@ -45,7 +45,7 @@ def load_weights(
     directory: Path,
     parameters: Mapping[str, Tensor],
     *,
-    hint: str,  # what to do if the weights belong to another model, for the error message
+    hint: str,  # what to do if the weights belong to a different model, for the error message
     stem: str = STEM,
     other_rank_names: Collection[str] = (),  # of parameters that only other ranks have
 ) -> None:
@@ -60,11 +60,11 @@ def load_weights(
 def check_specs(
     directory: Path, found: Specs, expected: Specs, *, hint: str, other_rank_names: Collection[str]
 ) -> None:
-    """Reject weights of another model: shapes and dtypes by name must match this run's."""
+    """Reject weights of a different model: shapes and dtypes by name must match this run's."""
     names = {*found, *expected}.difference(other_rank_names) | expected.keys()
     if different := sorted(name for name in names if found.get(name) != expected.get(name)):
         raise CheckpointError(
-            f"the checkpoint in {directory} was made for another model: {len(different)} weights differ, such as "
+            f"the checkpoint in {directory} was made for a different model: {len(different)} weights differ, such as "
             f"{different[0]}; {hint}"
         )
 
@@ -160,7 +160,7 @@ def _name_of(parameter: Parameter, names: Mapping[Parameter, str]) -> str:
 def check_groups(
     saved: Mapping[str, Any], kind: str, groups: Sequence[Mapping[str, list[int]]], other_rank_names: Collection[str]
 ) -> None:
-    """Reject the state of another optimizer: its kind, and each group's shapes by name, must match this run's."""
+    """Reject the state of a different optimizer: its kind, and each group's shapes by name, must match this run's."""
     hint = "resume with the same model, adapter and optimizer as the checkpoint"
     if saved["type"] != kind:
         raise CheckpointError(f"the checkpoint has the state of {saved['type']}, this run uses {kind}; {hint}")

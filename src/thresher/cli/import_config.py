@@ -57,7 +57,7 @@ def import_config(
 
     check_yaml_size(path)
     if output is not None and output.exists():
-        raise UserError(f"{output} exists; remove it or name another file")
+        raise UserError(f"{output} exists; remove it or name a different file")
     translation, text = convert(path, dialect)
     shown = [entry for entry in translation.entries if show_all or entry.outcome in _DIFFERENT]
     if shown:

@@ -31,7 +31,9 @@ def peak_of(estimate: Estimate, simulated: Sequence[SimulatedRank]) -> float:
 
 
 def print_plan(estimate: Estimate, meshes: Sequence[Proposal], simulated: Sequence[SimulatedRank]) -> None:
+    """Print the verdict and what to change first, then the figures behind them."""
     console = result_console()
+    print_lines(*_verdict(estimate, peak_of(estimate, simulated)), *_mesh_lines(estimate, meshes), "")
     print_lines(*_facts(estimate), "\nmemory per GPU at the peak of a step")
     console.print(_memory_table(estimate))
     if any(stage.wire_bytes for stage in estimate.stages):
@@ -47,7 +49,7 @@ def print_plan(estimate: Estimate, meshes: Sequence[Proposal], simulated: Sequen
             waits |= Counter(rank.counted.reads)
         lines = (f"  {count:>4} x {line}" for line, count in waits.most_common())
         print_lines("the host waits for the device in", *lines)
-    print_lines(*_conclusion(estimate, peak_of(estimate, simulated)), *_mesh_lines(estimate, meshes))
+    print_lines(*_totals(estimate))
 
 
 def _facts(estimate: Estimate) -> list[str]:
@@ -166,7 +168,21 @@ def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
     return table
 
 
-def _conclusion(estimate: Estimate, peak: float) -> list[str]:
+def _verdict(estimate: Estimate, peak: float) -> list[str]:
+    """Whether the run fits; if not, what to change."""
+    usable = f"{_bytes(estimate.usable_memory)}, {RESERVED:.0%} less than the GPU has"
+    if peak <= estimate.usable_memory:
+        return [f"fits: at most {_bytes(peak)} of {usable}"]
+    return [
+        f"does not fit: {_bytes(peak)} of {usable}; what to change:",
+        *(
+            f"  {change.text}: {_bytes(change.peak)}, {'fits' if change.fits else 'does not fit'}"
+            for change in changes_that_help(estimate)[:_MOST_CHANGES]
+        ),
+    ]
+
+
+def _totals(estimate: Estimate) -> list[str]:
     hours, rate = estimate.hours, COMPUTE_RATES[estimate.compiled]
     lines = [
         f"MFU {estimate.mfu:.0%}; assumed: computing at {100 * rate:g}% of the peak, links at {LINK_RATE:.0%}, "
@@ -178,14 +194,7 @@ def _conclusion(estimate: Estimate, peak: float) -> list[str]:
     ]
     if estimate.budget_reason is None and (budget := estimate.largest_budget) is not None:
         lines.append(f"largest max_tokens_per_micro_batch that fits for certain: about {budget:,}")
-    usable = f"{_bytes(estimate.usable_memory)}, {RESERVED:.0%} less than the GPU has"
-    if peak <= estimate.usable_memory:
-        return [*lines, f"fits: at most {_bytes(peak)} of {usable}"]
-    lines.append(f"does not fit: {_bytes(peak)} of {usable}; what to change:")
-    return lines + [
-        f"  {change.text}: {_bytes(change.peak)}, {'fits' if change.fits else 'does not fit'}"
-        for change in changes_that_help(estimate)[:_MOST_CHANGES]
-    ]
+    return lines
 
 
 def _mesh_lines(estimate: Estimate, meshes: Sequence[Proposal]) -> list[str]:

@@ -283,7 +283,7 @@ class DPOConfig(LossConfig):
 
     @property
     def stop_file(self) -> Path:
-        """The file that requests a stop; absolute, since workers may have another working directory."""
+        """The file that requests a stop; absolute, since workers may have a different working directory."""
         return Path(self.output_dir).resolve() / "stop"
 
     @property

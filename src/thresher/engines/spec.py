@@ -117,7 +117,7 @@ class EngineCheck(Generic[Settings]):
     find_layout: Callable[[PreTrainedConfig], Layout]
     dtype: str
     master_dtype: str
-    # of the policy, also for a reference
+    # the policy's, even for a reference
     training: TrainingArgs = field(default_factory=TrainingArgs)
     model_args: ModelArgs = field(default_factory=ModelArgs)
     pairs_per_step: int = 1

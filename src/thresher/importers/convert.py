@@ -145,7 +145,7 @@ def shown_value(entry: Entry) -> str:
     """Return the value of an entry for a table: short, with secrets masked."""
     text = " ".join(str(redact({entry.key: entry.value})[entry.key]).split())
     text = escape_control_chars(redact_text(text))
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _one_line(text: str) -> str:

@@ -57,7 +57,7 @@ _REASONS = {
 
 
 def hint(path: str) -> str | None:
-    """Say what a key of another trainer is called here, or why there is none; None for a key that nobody has."""
+    """Say what a key of another trainer is called here, or why there is none; None for a key that no trainer has."""
     spellings = (path, path.rpartition(".")[2])  # ROLL has sections, the other trainers have flat keys
     if spellings[-1] in _REASONS:
         return _REASONS[spellings[-1]]

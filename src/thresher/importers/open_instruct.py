@@ -22,7 +22,7 @@ def _set_loss(value: Any, run: Translation) -> None:
     if value in _LOSSES:
         run.set("pref_loss", _LOSSES[value])
     else:
-        run.lacks("use_wpo weighs pairs by another formula" if value == "wpo" else f"there is no loss {value}")
+        run.lacks("use_wpo weighs pairs by a different formula" if value == "wpo" else f"there is no loss {value}")
 
 
 def _set_gamma(value: Any, run: Translation) -> None:
@@ -143,7 +143,8 @@ TABLE: r.Table = {
     **{name: _offload(name) for name in ("offload_optimizer", "offload_param")},
     **r.drop("the default transform tokenizes and cuts, as here", "transform_fn dataset_transform_fn target_columns"),
     **r.drop(
-        "the split `train` is read; name another one as hf://NAME:SPLIT", "mixer_list_splits dataset_mixer_list_splits"
+        "the split `train` is read; name a different one as hf://NAME:SPLIT",
+        "mixer_list_splits dataset_mixer_list_splits",
     ),
     **r.drop("nothing is uploaded; `thresher export` writes a directory", "push_to_hub save_to_hub"),
 }

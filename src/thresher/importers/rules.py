@@ -103,7 +103,7 @@ def switch(target: str, value: Any = None, *, off: str = "off", note: str = "") 
 
 
 def choice(target: str, values: Mapping[Any, Any], *, lacks: str = "", ignore: str = "") -> Rule:
-    """Translate a value by a table; another value has no equivalent, or no effect."""
+    """Translate a value by a table; any other value has no equivalent, or no effect."""
 
     def function(given: Any, run: Translation) -> None:
         if found := [ours for theirs, ours in values.items() if theirs == given]:
@@ -184,7 +184,7 @@ def set_split(value: Any, run: Translation) -> None:
         run.ignore("there is validation data")
     elif 0 < share < 1:
         run.set(EVAL_SPLIT, share)
-        run.differs("the share is held out by prompt, so the pairs are others than there")
+        run.differs("the share is held out by prompt, so different pairs are held out here")
     elif share:
         run.lacks("a number of pairs cannot be held out; set validation.split to a share")
     else:

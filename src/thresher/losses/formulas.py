@@ -318,7 +318,7 @@ class AlphaPO(Loss):
     """Bend SimPO's reward with a power of the likelihood per token, against less likely chosen sides.
 
     -logsig(beta (q_w - q_l) - gamma), q = (1 - p^-alpha) / alpha, log p = mean pi: AlphaPO (2501.03884), as in TRL's
-    CPOTrainer; alpha is alphapo_alpha, and 0 gives SimPO. Defaults are those of Mistral-Instruct in Table 3.
+    CPOTrainer; alpha is alphapo_alpha, and 0 gives SimPO. Defaults are Mistral-Instruct's in Table 3.
     """
 
     beta: float = parameter(2.5, POSITIVE)

@@ -45,7 +45,7 @@ def merge_metrics(parts: Sequence[Mapping[str, MetricSum]]) -> dict[str, MetricS
 
 
 def mean_values(metrics: Mapping[str, MetricSum]) -> dict[str, float]:
-    """Return the means, without those of no example; of single responses also the difference of the labels' rewards."""
+    """Return the means of metrics with examples; for labels, also `rewards/margins`."""
     means = {name: metric.mean for name, metric in metrics.items() if float(metric.count)}
     if "labels/desirable" in means and {"rewards/chosen", "rewards/rejected"} <= means.keys():
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
@@ -60,7 +60,7 @@ def compute_metrics(
 
     Pairs that are not valid do not count.
 
-    kl: the log-ratio on the data, (policy - reference) summed logps, averaged over the two sides of a pair, in nats per
+    kl: the log ratio on the data, (policy - reference) summed logps, averaged over the two sides of a pair, in nats per
     response. It is not an expectation over the policy, and so may be negative. Present only with a reference.
     """
     chosen, rejected = rewards
@@ -101,7 +101,7 @@ def compute_metrics(
 def label_metrics(
     policy: ResponseLogps, reference: ResponseLogps | None, per_example: Tensor, rewards: Tensor, labels: Tensor
 ) -> dict[str, MetricSum]:
-    """Sum every metric over single responses; those of a label have the count of its responses."""
+    """Sum every metric over single responses; a label's metrics have the count of its responses."""
     logps, is_desirable = policy.sums(), labels > 0.5
     metrics = {
         "loss": MetricSum(to_fp64(per_example).sum(), per_example.numel()),

@@ -50,7 +50,7 @@ class Objective:
     clamp_log_ratio: tuple[float, float] | None = None
     measures_entropy: bool = False  #: adds the metric `entropy`; changes no loss
     comparisons: Comparisons = "all"  #: the pairs of an example with more than two responses
-    reads_labels: bool = False  #: single responses, also for losses of the chosen side of a pair, such as sft
+    reads_labels: bool = False  #: single responses, even for losses of a pair's chosen side, such as sft
 
     def __post_init__(self) -> None:
         if not self.terms:

@@ -60,7 +60,7 @@ class LabelLoss(Loss):
 
 @register("kto", paper="2402.01306", supports=["weight"], reads="labels", couples_pairs=True)
 class KTO(LabelLoss):
-    """Increase the utility of desirable responses and decrease that of others, relative to a reference point.
+    """Increase the utility of desirable responses and decrease the others', relative to a reference point.
 
     lambda_D (1 - sig(beta (r - z0))) or lambda_U (1 - sig(beta (z0 - r))): Eq. 8 of KTO (2402.01306). z0 estimates the
     KL divergence, max(0, mean r(x, y')), over the whole step, without gradient. Each y' answers a different prompt.

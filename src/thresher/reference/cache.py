@@ -115,7 +115,7 @@ SHARD_BYTES, SHARD_SECONDS = 64 * 2**20, 60.0
 
 
 class ShardWriter:
-    """Collect logps and write them as shards; the end of the `with` block writes the rest, also after an error."""
+    """Collect logps and write them as shards; the end of the `with` block writes the rest, even after an error."""
 
     def __init__(self, directory: Path) -> None:
         self.written: list[ShardFile] = []

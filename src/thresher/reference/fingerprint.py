@@ -4,7 +4,7 @@ Computed from the model's files, so a run whose pairs are all cached never loads
 do not matter, nor does the distribution of tensors over files.
 
 Digests of model files are remembered by path, size, times and inode, so a start does not read 140 GB to hash them: one
-small file per model file, in the user's cache. It counts only if it belongs to the user, if nobody else can write it,
+small file per model file, in the user's cache. It counts only if it belongs to the user, if no other user can write it,
 and if it describes the model file as it is now. Anything else in its place is ignored and replaced.
 """
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 DIRECTORY_NAME = ".digests"  # hidden: the other directories there are references
 _VERSION = 1
 _MAX_BYTES = 1 << 26
-# a file that was written so recently could change again without another time stamp
+# a file that was written so recently could change again without a new time stamp
 _SECONDS_TO_SETTLE = 2.0
 _DIGEST = re.compile("[0-9a-f]{64}")
 

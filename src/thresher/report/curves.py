@@ -75,11 +75,11 @@ _CURVES = (
     ),
     _Curve(
         "kl",
-        "Log-ratio on the data",
+        "Log ratio on the data",
         "Good: stays small. log(policy / reference) of the responses of the data, mean of both sides, in nats per "
         "response. It falls where rejected responses become less likely; far below 0, the policy has become unlikely "
         "to give any response of the data.",
-        "log-ratio (nats)",
+        "log ratio (nats)",
         at=0.0,
     ),
     _Curve(
@@ -147,8 +147,8 @@ def _chart_id(metric: str) -> str:
     return metric.replace("/", "-").replace("_", "-")
 
 
-# measured on answers of the policy if a run has them, else the log-ratio on the responses of the data
-_DISTANCES = {"samples/kl": ("KL", "KL on answers (nats)"), "eval/kl": ("log-ratio", "log-ratio on the data (nats)")}
+# measured on answers of the policy if a run has them, else the log ratio on the responses of the data
+_DISTANCES = {"samples/kl": ("KL", "KL on answers (nats)"), "eval/kl": ("log ratio", "log ratio on the data (nats)")}
 _GAINS = (
     ("samples/win_rate", "Win rate", "win rate", True),
     ("samples/reward", "Reward of answers", "reward", False),

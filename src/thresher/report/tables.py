@@ -169,7 +169,7 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
         ("loss", "loss", False),
         ("reward margin", "rewards/margins", False),
         ("chosen log-probability", "logps/chosen", False),
-        ("log-ratio on the data (nats)", "kl", False),
+        ("log ratio on the data (nats)", "kl", False),
         ("win rate", "samples/win_rate", True),
         ("reward of answers", "samples/reward", False),
         ("KL on answers (nats)", "samples/kl", False),
@@ -321,7 +321,7 @@ def samples_of(runs: Sequence[RunFiles]) -> list[tuple[str, list[Answer]]]:
 
 
 def _remarks(row: Record, who: str) -> str:
-    """A sample's numbers; the ones of one answer start with its name, as in policy_tokens."""
+    """A sample's numbers; an answer's numbers start with its name, as in policy_tokens."""
     named = {key.removeprefix(f"{who}_"): value for key, value in row.items() if key.startswith(f"{who}_")}
     if who == "policy":  # the others are about the pair
         known = ("step", "prompt", "policy", "reference")

@@ -1,8 +1,8 @@
 """What a process needs before it computes: its device, the environment of CUDA, and the process group of its role.
 
-A GPU that is mapped must work: no process falls back to the CPU unless it is told to. Environment variables are set
-before CUDA starts; those that the user has set are kept, even under their older names. torch.numa binds only processes
-that torchrun starts; its parts are private and read fixed paths.
+A GPU that is mapped must work: a process falls back to the CPU only with THRESHER_DEVICE=cpu. Environment variables are
+set before CUDA starts; those that the user has set are kept, even under their older names. torch.numa binds only
+processes that torchrun starts; its parts are private and read fixed paths.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def prepare_cuda(device: torch.device, dump_prefix: Path) -> list[str]:
 def missing_variables(environ: Mapping[str, str], dump_prefix: Path) -> dict[str, str]:
     """Return the variables to set that `environ` has under none of their names."""
     wanted = {  # by newest name first: torch reads the others too
-        # every micro-batch has another shape, which fragments fixed segments
+        # every micro-batch has a different shape, which fragments fixed segments
         ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",

@@ -198,7 +198,7 @@ class StartedRun:
 
 
 def with_absolute_cache_dir(config: DPOConfig, mode: ReferenceMode) -> DPOConfig:
-    """Resolve the directory of the reference cache in this process: other ranks may have another environment."""
+    """Resolve the directory of the reference cache in this process: other ranks may have a different environment."""
     if mode != "precompute":
         return config
     cache_dir = str(cache_root(config.reference_cache_dir).resolve())

@@ -1,8 +1,8 @@
 """The store of a launched run, and messages in it that are signed.
 
-torch's store has no credentials: whoever reaches its port can read and write every key. So that ranks obey rank 0
-alone, each message is signed with a key that only processes with this user's token can compute. Rank 0 listens on the
-master address alone; the store of torchrun's agent listens on all addresses.
+torch's store has no credentials: any process that reaches its port can read and write every key. So that ranks obey
+rank 0 alone, each message is signed with a key that only processes with this user's token can compute. Rank 0 listens
+on the master address alone; the store of torchrun's agent listens on all addresses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKEN_VARIABLE = "THRESHER_TOKEN"  # noqa: S105  # a name, not a token
 _SIGNATURE_LENGTH = 64  # of the hexadecimal digits of SHA-256
 
 
-@functools.cache  # a process has one, also for a second run in it
+@functools.cache  # a process has one, even for a second run in it
 def open_store(launch: Launch) -> Store:
     """Connect to the launcher's store, or to the one that rank 0 creates."""
     host, port = launch.master
@@ -84,7 +84,7 @@ class SignedMessages:
         self._store.set(name, self._sign(name, text) + text.decode())
 
     def find(self, name: str) -> Any:
-        """Return the message, None if there is none yet; one with a wrong signature is none."""
+        """Return the message; None until it arrives. A message with a wrong signature does not count."""
         if not self._store.check([name]):
             return None
         received = self._store.get(name)

@@ -140,7 +140,7 @@ class PolicyRank(Rank):
         return *self._notes, *notes
 
     def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:  # noqa: ARG002
-        """Open the reference: from the cache, or in this process. Ray's workers may have another one."""
+        """Open the reference: from the cache, or in this process. Ray's workers may have a different one."""
         return open_reference(self._inputs, self._policy)
 
     def device(self) -> str:

@@ -137,9 +137,7 @@ class RankTrainer:
                 self.training_step()
             except StepDiscarded:
                 step = self.state.step
-                logger.warning(
-                    "step %d takes long and is discarded, so that the run stops after step %d", step + 1, step
-                )
+                logger.warning("step %d takes long and is discarded; the run stops after step %d", step + 1, step)
                 self.stopped_at = step
                 return
             if self.skipped is not None:
@@ -304,7 +302,7 @@ class RankTrainer:
             yield MicroBatch(pairs, None if reference is None else reference.logps(pairs))
 
     def _sees_stop_file(self) -> bool:
-        """Rank 0 checks the stop file for all ranks: others may see the file at another step."""
+        """Rank 0 checks the stop file for all ranks: others may see the file at a different step."""
         return self.engine.dp_group.world.rank == 0 and self._stop_file.exists()
 
     def _pop_metrics(self) -> dict[str, float]:

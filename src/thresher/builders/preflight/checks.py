@@ -171,7 +171,7 @@ def check_devices(inputs: RunInputs) -> Messages:
         return
     for section, role in (("actor_train", config.actor_train), ("reference", config.reference)):
         is_policy = section == "actor_train"
-        # a strategy of the other role is another problem
+        # a strategy of the other role is a different problem
         is_used = (role.strategy.build_train is not None) == is_policy and (is_policy or inputs.loads_reference)
         if is_used and role.strategy.needs_gpu and not (count or role.device_mapping):
             other = "fsdp2_train" if is_policy else "hf_infer"
@@ -213,7 +213,7 @@ def check_disk_space(inputs: RunInputs) -> Messages:
     usage, num_existing = shutil.disk_usage(existing_parent(root)), len(list_checkpoints(root))
     if usage.total == 0:  # such as /proc
         yield UserError(
-            f"{config.output_dir} is on a file system that cannot store files; set output_dir to another one"
+            f"{config.output_dir} is on a file system that cannot store files; set output_dir to a different one"
         )
         return
     free = usage.free
@@ -227,13 +227,13 @@ def check_disk_space(inputs: RunInputs) -> Messages:
     needs = f"{config.output_dir} is on a disk with {filesize.decimal(free)} free"
     if size > free and not num_existing:
         yield UserError(
-            f"{needs}, but a checkpoint takes about {filesize.decimal(size)}; free space, or set output_dir to another "
-            "disk"
+            f"{needs}, but a checkpoint takes about {filesize.decimal(size)}; free space, or set output_dir to a "
+            "different disk"
         )
     elif size * num_new > free:
         yield UserWarning(
             f"{needs}, but the checkpoints to keep take about {filesize.decimal(size * num_new)} "
-            f"({filesize.decimal(size)} each); lower save_total_limit, or set output_dir to another disk"
+            f"({filesize.decimal(size)} each); lower save_total_limit, or set output_dir to a different disk"
         )
 
 

@@ -343,7 +343,7 @@ class PrepareStats:
         )
 
 
-# version of the checkpoint state; a checkpoint of another version is not resumed
+# version of the checkpoint state; a checkpoint of a different version is not resumed
 _STATE_VERSION = 3
 
 
@@ -510,7 +510,7 @@ class _Quarantine:
         return self._stream.tell()
 
     def publish(self, output: Path) -> None:
-        """Copy the file next to the store if it has rows; otherwise remove the one of an earlier preparation."""
+        """Copy the file next to the store if it has rows; otherwise remove an earlier preparation's file."""
         if self._on_bad_row == "quarantine":
             target = quarantine_file(output)
             if self.sync():

@@ -243,7 +243,7 @@ def _read_answer(column: str, *, labelled: bool) -> Callable[[Row], PreferenceRo
 
 
 def split_answer(row: Row, column: str) -> tuple[Any, Any]:
-    """Return the prompt in `column` and the answer, which ends the conversation or is in a column of its own."""
+    """Return the prompt in `column` and the answer, which ends the conversation or has its own column."""
     if column == "prompt":
         return row["prompt"], row["completion"]
     if column == "instruction":
@@ -397,7 +397,7 @@ FORMATS = (
     RowFormat("whole_conversations", _SIDES, _read_conversations, matches=_has("chosen", list, dict)),
     # after the formats of whole conversations, which may have a column `question` that they do not read
     RowFormat("question", ("question", *_SIDES), _read_prompt_in("question"), ("input", *_OPTIONAL)),
-    # these last: a row with a rejected side is no row of one answer
+    # these last: a row with a rejected side does not have one answer
     *_answer_formats("labelled_completions", "answered_completions", "prompt", "completion"),
     *_answer_formats("labelled_messages", "answered_messages", "messages"),
     *_answer_formats("labelled_conversations", "answered_conversations", "conversations"),

@@ -96,7 +96,7 @@ def split_shared_prefix(chosen: list[Message], rejected: list[Message]) -> int:
             raise BadRowError(f"`{name}` has no assistant turn")
     shorter = min(len(chosen), len(rejected))
     shared = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
-    # both responses start with an assistant turn, also where one conversation is a prefix of the other
+    # both responses start with an assistant turn, even where one conversation is a prefix of the other
     while shared > 0 and (shared == shorter or chosen[shared]["role"] != "assistant"):
         shared -= 1
     if shared == 0 and "assistant" in (chosen[0]["role"], rejected[0]["role"]):

@@ -1,8 +1,8 @@
 """The cache of prepared stores, shared by runs: one directory per store, named by its fingerprint.
 
-A run gets its own directory with hard links to the files of an entry, or copies if the cache is on another file system,
-so entries can be removed at any time. Processes and machines share the cache without a lock: entries are published by
-one rename and never change. Every file is compared with its digest before a run uses it.
+A run gets its own directory with hard links to the files of an entry, or copies if the cache is on a different file
+system, so entries can be removed at any time. Processes and machines share the cache without a lock: entries are
+published by one rename and never change. Every file is compared with its digest before a run uses it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _link_files(store: ExampleStore, target: Path) -> None:
         destination.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source, destination, follow_symlinks=False)
-        except OSError:  # another file system, one without hard links, or files of another user
+        except OSError:  # a different file system, one without hard links, or a different user's files
             shutil.copyfile(source, destination, follow_symlinks=False)
             durable.sync_file(destination)
 

@@ -264,7 +264,7 @@ class ExampleStore:
             raise UserError(
                 f"the store {path} was prepared from different rows, tokenizer, template or settings "
                 f"(fingerprint {manifest['identity'][:12]}, expected {expected_fingerprint[:12]}); "
-                "prepare it again, or choose another output directory"
+                "prepare it again, or choose a different output directory"
             )
         for file in _files(manifest):
             size = (path / file.name).stat().st_size if (path / file.name).is_file() else None

@@ -1,6 +1,6 @@
 """Find text that spells a control token, such as `<|im_end|>`, and keep it from becoming the token.
 
-Only the template may write control tokens: the text of a row must not end a turn or begin another one. A row that
+Only the template may write control tokens: the text of a row must not end a turn or begin a new one. A row that
 spells one is rendered with a mark character inside each occurrence, so the unmarked ones are the template's. They
 become placeholders, and the marks are removed. Other rows take the ordinary path.
 """

@@ -68,7 +68,7 @@ class PairRMSNorm(nn.Module):
         self.epsilon = eps
 
     def forward(self, rows: Tensor) -> Tensor:
-        # of the weights' dtype also if the residual stream is fp32
+        # of the weights' dtype even if the residual stream is fp32
         return rms_norm(rows, self.weight, self.epsilon, self.weight.dtype)
 
 

@@ -110,7 +110,7 @@ class _SequenceParallel:
 
     def gather_for_matrices(self, rows: Tensor) -> DTensor:
         """Gather all rows, for matrices sharded by columns; the backward sums what each process has of the gradient."""
-        # along the first dimension: a reduce-scatter along another one copies its input
+        # along the first dimension: a reduce-scatter along a different one copies its input
         own = DTensor.from_local(rows.squeeze(0), self.mesh, (Shard(0),), run_check=False)
         gathered: DTensor = own.redistribute(placements=_ALL_ROWS).unsqueeze(0)  # type: ignore[assignment]
         return gathered

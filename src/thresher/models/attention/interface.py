@@ -54,8 +54,8 @@ def segment_attention(
 def _check_varlen(query: Tensor, *, is_plain: bool) -> None:
     if not is_plain:
         raise UserError(
-            "attn_implementation=varlen has no sliding windows, no soft-capped scores and no values of another width "
-            "than the keys, and this model has one of them; remove attn_implementation"
+            "attn_implementation=varlen has no sliding windows, no soft-capped scores and no values of a different "
+            "width than the keys, and this model has one of them; remove attn_implementation"
         )
     if query.device.type == "cuda" and query.dtype not in (torch.bfloat16, torch.float16):
         raise UserError("attn_implementation=varlen needs dtype bf16 or fp16 on a GPU; remove attn_implementation")

@@ -61,7 +61,7 @@ def build_to_share(
     model = build_without_weights(
         path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
-    # transformers loads some modules in another precision
+    # transformers loads some modules in a different precision
     in_fp32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
     has_one_dtype = dtype == torch.float32 or not in_fp32
     return model if has_one_dtype and stores_every_parameter(model, path) else None
@@ -164,8 +164,8 @@ def _convert_shards(model: PreTrainedModel, path: str, device: torch.device) -> 
     for name in sorted(report.missing_keys):
         if ".base_layer." in name and ".lora_" not in name:
             raise UserError(
-                f"{path} stores {_stored_name(name)} in another form, which cannot be converted below an adapter; name "
-                "other modules as actor_train.model_args.lora_target, such as q_proj, or set "
+                f"{path} stores {_stored_name(name)} in a different form, which cannot be converted below an adapter; "
+                "name other modules as actor_train.model_args.lora_target, such as q_proj, or set "
                 "actor_train.strategy_args.strategy_config.dp_replicate to the number of workers"
             )
         if ".lora_" not in name and name not in tied and not any(re.search(pattern, name) for pattern in optional):

@@ -132,7 +132,7 @@ def _check_hub_name(name: str, revision: str | None, files: tuple[str, ...]) -> 
 
 
 def read_index(index: Path, *, in_use: bool) -> set[str]:
-    """Read the file names of a weight index; reject names outside of its directory, also if it is not in use."""
+    """Read the file names of a weight index; reject names outside of its directory, even if it is not in use."""
     try:
         values = json.loads(index.read_text(encoding="utf-8"))
         names = set(values["weight_map"].values())

@@ -133,7 +133,7 @@ def large_kl(history: History) -> Evidence | None:
     if window is None or kl is None or abs(kl) / _tokens(window) < KL_PER_TOKEN:
         return None
     per_token = kl / _tokens(window)
-    return {"log-ratio per response": kl, "log-ratio per token": per_token, "limit per token": KL_PER_TOKEN}
+    return {"log ratio per response": kl, "log ratio per token": per_token, "limit per token": KL_PER_TOKEN}
 
 
 @_rule(

@@ -25,7 +25,7 @@ _SHOWN = (
     ("rewards/margins", "margin {:.4f}"),
     ("pairs_per_second", "{:.1f} pairs/s"),
 )
-_SHOWN_LIVE = (*_SHOWN[:-1], ("kl", "log-ratio {:.4f}"), _SHOWN[-1])
+_SHOWN_LIVE = (*_SHOWN[:-1], ("kl", "log ratio {:.4f}"), _SHOWN[-1])
 _SHOWN_OF_EVALUATIONS = tuple((f"eval/{name}", pattern) for name, pattern in _SHOWN)
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 30

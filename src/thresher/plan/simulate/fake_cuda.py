@@ -56,7 +56,7 @@ def compile_guard(directory: Path) -> Path:
             f"the device guard of --simulate does not compile with {compiler} for this torch; plan without --simulate. "
             f"The compiler says: {compiled.stderr.strip()[-500:]}"
         )
-    partial.replace(library)  # whole, also if two processes compile at once
+    partial.replace(library)  # whole, even if two processes compile at once
     return library
 
 

@@ -123,7 +123,7 @@ class RayRuntime(Runtime):
         return cluster
 
     def _open(self, cluster: Cluster) -> list[Call]:
-        directory = self.config.log_dir.resolve()  # a worker may have another working directory
+        directory = self.config.log_dir.resolve()  # a worker may have a different working directory
         return cluster.submit("take", self.config, cluster.name, directory, logger.getEffectiveLevel())
 
 

@@ -94,7 +94,7 @@ def _start_ray() -> Path:
 
 def protect_token() -> None:
     """Create Ray's default token for this user alone, or restrict an existing one: Ray makes it readable for all."""
-    # all clusters of a user share the file; Ray ignores it if the environment names another token
+    # all clusters of a user share the file; Ray ignores it if the environment names a different token
     names_another = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or names_another:
         return
