@@ -226,7 +226,7 @@ class Discarding:
 
 
 def time_driver(ranks: Sequence[int], repeats: int) -> None:
-    from thresher.runtime.group import Runtime, StartedRun
+    from thresher.runtime.group import Runtime
     from thresher.runtime.ray.cluster import Cluster, ResourceManager
     from thresher.runtime.ray.placement import RoleDemand
 
@@ -239,7 +239,7 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
             resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
             cluster = Cluster("actor_train", LightWorker, resources)
             cluster.call("drain", "run", 0)  # wait for all workers
-            report_driver(size, time_ranges(StartedRun(Runtime(None, cluster), None, None, print), repeats))
+            report_driver(size, time_ranges(Runtime(None, cluster), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
             resources.close()

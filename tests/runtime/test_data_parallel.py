@@ -79,14 +79,14 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
             config, inputs = open_small_inputs(merge(merge(base, case), merge(workers, CONCURRENT)))
         runtime = RayRuntime(config, mode_of(config), resources)
         runtime.use(clusters[0] if clusters else None, reference_cluster)
-        started = runtime.start(inputs, None, print)
+        runtime.start(inputs, None, print)
         clusters[:] = [runtime.ranks]
-        started.begin()
+        runtime.begin()
         trackers = build_tracking(config, None)
-        with track(trackers, started.inputs, resume_step=None) as skipped:
+        with track(trackers, runtime.inputs, resume_step=None) as skipped:
             log = StepLog(config.log_dir / EVAL_PAIRS, None)
             keep = lambda step, pairs: log.write(pairs.to_json(step))  # noqa: E731
-            fit(started, config, inputs.plan, trackers, skipped, keep_pairs=keep)
+            fit(runtime, config, inputs.plan, trackers, skipped, keep_pairs=keep)
 
     yield run
     for cluster in clusters:
