@@ -226,9 +226,9 @@ class Discarding:
 
 
 def time_driver(ranks: Sequence[int], repeats: int) -> None:
-    from thresher.runtime.group import Runtime, StartedRun
+    from thresher.config.roles import PolicyConfig
+    from thresher.runtime.group import Runtime
     from thresher.runtime.ray.cluster import Cluster, ResourceManager
-    from thresher.runtime.ray.placement import RoleDemand
 
     report_messages()
     with ray_with_cores(None):
@@ -236,10 +236,10 @@ def time_driver(ranks: Sequence[int], repeats: int) -> None:
         print(f"\ndriver ms per step, {repeats} ranges of each kind in turn: median (quartiles)\n")
         print("| workers | steps per range | pairs in the store | wall | CPU |\n|---:|---:|---:|---|---|")
         for size in ranks:
-            resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
+            resources = ResourceManager({"actor_train": PolicyConfig(num_workers=size)}, None, concurrent=True)
             cluster = Cluster("actor_train", LightWorker, resources)
             cluster.call("drain", "run", 0)  # wait for all workers
-            report_driver(size, time_ranges(StartedRun(Runtime(None, cluster), None, None, print), repeats))
+            report_driver(size, time_ranges(Runtime(None, cluster), repeats))
             report_empty_call(size, [time_empty_call(cluster) for _ in range(repeats)])
             cluster.close()
             resources.close()

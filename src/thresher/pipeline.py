@@ -41,7 +41,7 @@ from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import StepLog
-from thresher.runtime.group import StartedRun
+from thresher.runtime.group import Runtime
 from thresher.runtime.launch import find_launch, fit_to_launch
 from thresher.runtime.open import lead, open_runtime
 from thresher.sampling.judges import SampleLog, judge_answers
@@ -87,7 +87,7 @@ class DPOPipeline:
         self._progress = progress
         self._build_store = build_store
         self._callbacks = callbacks
-        self._run: StartedRun | None = None
+        self._run: Runtime | None = None
         self._damaged = DamagedCheckpoints()
         self._summary: set[str] = set()
 
@@ -110,7 +110,7 @@ class DPOPipeline:
         return self._lead(self._evaluate)
 
     @contextmanager
-    def open(self) -> Iterator[StartedRun]:
+    def open(self) -> Iterator[Runtime]:
         """Load the models of the newest checkpoint without training, for use by hand until the block ends."""
         self.config = fit_to_launch(self.config, find_launch(os.environ))
         if self.config.runtime == "torchrun":
@@ -150,7 +150,7 @@ class DPOPipeline:
             )
 
     @contextmanager
-    def _open(self) -> Iterator[StartedRun]:
+    def _open(self) -> Iterator[Runtime]:
         find = self._find_checkpoint
         with (
             self._reserve_directory(check_files(self.config)) as inputs,
@@ -181,7 +181,7 @@ class DPOPipeline:
     @contextmanager
     def _start(
         self, inputs: RunInputs, clock: PhaseClock, checkpoint: Path | None, find_other: Callable[[], Path | None]
-    ) -> Iterator[StartedRun]:
+    ) -> Iterator[Runtime]:
         """Let the ranks verify the checkpoint, or others until one is intact, and load the models."""
         # the runtime is opened first: missing devices are reported before pairs are prepared
         if self.config.uses_ray:
@@ -198,9 +198,10 @@ class DPOPipeline:
                 checkpoint = find_other()
                 logger.warning("skipped an invalid checkpoint: %s", error)
             logger.info("loading the models", extra=PHASE)
-            run = self._run = runtime.start(inputs, checkpoint, self._progress)
+            runtime.start(inputs, checkpoint, self._progress)
+            self._run = runtime
             try:
-                yield run
+                yield runtime
             finally:
                 self._run = None
 
@@ -253,7 +254,7 @@ class DPOPipeline:
         logger.error("%s", describe_unfinished_stop(self.config))
 
     @property
-    def _opened(self) -> StartedRun:
+    def _opened(self) -> Runtime:
         if self._run is None:
             raise UserError(
                 "the constructor loads no models; use pipeline.actor_train and pipeline.reference inside `with "

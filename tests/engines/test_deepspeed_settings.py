@@ -13,12 +13,13 @@ from transformers import LlamaConfig
 from tests.support.engines.parity import save_model
 from tests.support.paths import ROOT
 from thresher.config.roles import ModelArgs, TrainingArgs
+from thresher.distributed.groups import Group
 from thresher.engines.deepspeed import declaration as deepspeed
 from thresher.engines.deepspeed.build import engine_config
 from thresher.engines.deepspeed.check import check
 from thresher.engines.deepspeed.declaration import DeepSpeedInferSettings, DeepSpeedTrainSettings
 from thresher.engines.megatron import declaration as megatron
-from thresher.engines.spec import EngineCheck
+from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout
 from thresher.models.loading.adapters import LoraSettings
@@ -52,20 +53,20 @@ ZERO_3_JSON: dict[str, Any] = {
 TRAINING = TrainingArgs(per_device_train_batch_size=4, gradient_accumulation_steps=2)
 
 
-def request(settings: Any, path: str = "somewhere", **changes: Any) -> EngineCheck:
+def spec_of(settings: Any, path: str = "somewhere", **changes: Any) -> ModelSpec:
     values: dict[str, Any] = {
-        "section": "actor_train",
-        "num_workers": 2,
         "path": path,
-        "load_config": LlamaConfig,
-        "find_layout": lambda _: PackedLayout(shares_prompt=True),
+        "world": Group(size=2),
+        "device": torch.device("cpu"),
+        "find_layout": lambda: PackedLayout(shares_prompt=True),
         "dtype": "bf16",
         "master_dtype": "fp32",
-        "trained": TrainedParts(),
         "training": TRAINING,
         "pairs_per_step": 16,
     }
-    return EngineCheck(settings=settings, **values | changes)
+    spec = ModelSpec(settings=settings, **values | changes)
+    vars(spec)["model_config"] = LlamaConfig()  # as read from the path
+    return spec
 
 
 def train_settings(**values: Any) -> DeepSpeedTrainSettings:
@@ -81,7 +82,7 @@ def test_a_json_of_transformers_trainers_is_accepted_and_passed_on(tmp_path):
         "stage3_max_live_parameters": 1e9,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     }
-    check(request(settings, str(save_model(tmp_path, "llama", 0))))
+    check(spec_of(settings, str(save_model(tmp_path, "llama", 0))))
 
 
 def test_the_config_of_the_engine_leaves_batches_clipping_and_precision_to_thresher():
@@ -170,7 +171,7 @@ EQUAL = {
 
 
 def test_values_that_equal_the_settings_of_thresher_are_accepted():
-    check(request(train_settings(**EQUAL)))
+    check(spec_of(train_settings(**EQUAL)))
 
 
 @pytest.mark.parametrize(
@@ -194,16 +195,16 @@ def test_values_that_equal_the_settings_of_thresher_are_accepted():
 )
 def test_values_that_contradict_thresher_name_its_setting(values, message):
     with pytest.raises(UserError) as caught:
-        check(request(train_settings(**values)))
+        check(spec_of(train_settings(**values)))
     assert message in str(caught.value)
     assert str(caught.value).startswith("actor_train.strategy_args.strategy_config.")
 
 
 def test_the_loss_scale_of_fp16_is_compared_in_fp16_only():
     section = {"enabled": "auto", "initial_scale_power": 32}
-    check(request(train_settings(fp16=section)))
+    check(spec_of(train_settings(fp16=section)))
     with pytest.raises(UserError, match=r"training_args\.initial_scale_power is 16"):
-        check(request(train_settings(fp16=section), dtype="fp16"))
+        check(spec_of(train_settings(fp16=section), dtype="fp16"))
 
 
 @pytest.mark.parametrize(
@@ -218,19 +219,19 @@ def test_the_loss_scale_of_fp16_is_compared_in_fp16_only():
 )
 def test_what_deepspeed_does_not_support_says_what_to_do(changes, message):
     with pytest.raises(UserError, match=message) as caught:
-        check(request(train_settings(zero_stage=3), **changes))
+        check(spec_of(train_settings(zero_stage=3), **changes))
     assert "; " in str(caught.value)
 
 
 def test_pissa_is_supported_where_weights_are_whole():
     lora = TrainedParts(lora=LoraSettings(4, None, ["q_proj"], "pissa"))
-    check(request(train_settings(zero_stage=2), trained=lora))
+    check(spec_of(train_settings(zero_stage=2), trained=lora))
 
 
 def test_stage_3_needs_files_that_can_be_read_in_parts(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
-        check(request(train_settings(zero_stage=3), str(tmp_path)))
+        check(spec_of(train_settings(zero_stage=3), str(tmp_path)))
 
 
 @pytest.mark.parametrize(

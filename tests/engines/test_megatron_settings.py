@@ -10,13 +10,14 @@ import torch
 import yaml
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from transformers import AutoConfig, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from tests.support.paths import shared_path
 from thresher.config.roles import ModelArgs, TrainingArgs
+from thresher.distributed.groups import Group
 from thresher.engines.megatron.declaration import SET_BY_THRESHER, MegatronSettings, MegatronSizes
 from thresher.engines.megatron.transformer_config import check
-from thresher.engines.spec import EngineCheck
+from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout, PaddedLayout
 from thresher.models.loading.adapters import LoraSettings
@@ -92,22 +93,20 @@ def test_workers_are_a_multiple_of_the_axes():
 
 
 @pytest.fixture
-def run_of(tmp_path):
-    def make(config: PreTrainedConfig = LLAMA, settings: dict[str, Any] | None = None, **changes: Any) -> EngineCheck:
+def spec_of(tmp_path):
+    def make(config: PreTrainedConfig = LLAMA, settings: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
         config.save_pretrained(tmp_path)
         save_file({}, tmp_path / "model.safetensors")
-        run = EngineCheck(
-            section="actor_train",
+        spec = ModelSpec(
             settings=MegatronSettings(**settings or {}),
-            num_workers=4,
+            world=Group(size=4),
+            device=torch.device("cpu"),
             path=str(tmp_path),
-            load_config=lambda: AutoConfig.from_pretrained(tmp_path),
-            find_layout=lambda _: PackedLayout(shares_prompt=True),
+            find_layout=lambda: PackedLayout(shares_prompt=True),
             dtype="bf16",
             master_dtype="fp32",
-            trained=TrainedParts(),
         )
-        return replace(run, **changes)
+        return replace(spec, **changes)
 
     return make
 
@@ -132,7 +131,7 @@ def lora(init: str = "default", dropout: float = 0.0) -> TrainedParts:
         ({"training": TrainingArgs(torch_compile=True)}, "torch_compile is not supported"),
         ({"is_synced": True}, "reference.sync_steps"),
         (
-            {"settings": {"cp_size": 2}, "find_layout": lambda _: PaddedLayout(pad_id=0)},
+            {"settings": {"cp_size": 2}, "find_layout": lambda: PaddedLayout(pad_id=0)},
             "context parallelism needs packed rows",
         ),
         ({"settings": {"cp_size": 3}}, "context_parallel_size 3 does not split the 4 attention heads"),
@@ -142,9 +141,9 @@ def lora(init: str = "default", dropout: float = 0.0) -> TrainedParts:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_megatron_cannot_compute_is_rejected_before_workers_start(run_of, arguments, message):
+def test_what_megatron_cannot_compute_is_rejected_before_workers_start(spec_of, arguments, message):
     with pytest.raises(UserError, match=message):
-        check(run_of(**arguments))
+        check(spec_of(**arguments))
 
 
 @pytest.mark.parametrize(
@@ -154,11 +153,11 @@ def test_what_megatron_cannot_compute_is_rejected_before_workers_start(run_of, a
         {"settings": {"tp_size": 2, "pp_size": 2, "virtual_pp_size": 2, "bf16": True}},
         {"config": EXPERTS, "settings": {"tp_size": 2, "ep_size": 4, "sequence_parallel": True}},
         {"trained": lora(), "settings": {"tp_size": 2, "cp_size": 2}},
-        {"trained": None, "master_dtype": "bf16"},
+        {"section": "reference", "master_dtype": "bf16"},
     ],
 )
-def test_supported_runs_pass_the_check(run_of, arguments):
-    check(run_of(**arguments))
+def test_supported_runs_pass_the_check(spec_of, arguments):
+    check(spec_of(**arguments))
 
 
 def test_no_field_that_thresher_sets_can_be_changed():

@@ -155,7 +155,9 @@ def small(tmp_path, monkeypatch):
         config, inputs = open_small_inputs(merge(values, training))
         gpu = None if memory is None else reported_gpu("NVIDIA H100", memory)
         monkeypatch.setattr(PolicyRank, "smallest_gpu", lambda rank: gpu)
-        return Runtime(config, LocalRanks(config)).start(inputs, checkpoint, print)
+        run = Runtime(config, LocalRanks(config))
+        run.start(inputs, checkpoint, print)
+        return run
 
     return start
 

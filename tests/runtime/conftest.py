@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.small_run_fixtures import base
+from thresher.config.roles import ReferenceConfig
 
 __all__ = ["base", "reference_cluster"]
 
@@ -16,10 +17,9 @@ __all__ = ["base", "reference_cluster"]
 def reference_cluster(ray_here) -> Iterator[Any]:
     """One reference worker that serves all runs of a module."""
     from thresher.runtime.ray.cluster import Cluster, ResourceManager
-    from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.workers import ReferenceWorker
 
-    resources = ResourceManager([RoleDemand("reference", (), 1)], None, concurrent=True)
+    resources = ResourceManager({"reference": ReferenceConfig(num_workers=1)}, None, concurrent=True)
     cluster = Cluster("reference", ReferenceWorker, resources)
     yield cluster
     cluster.close()

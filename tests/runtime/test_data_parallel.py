@@ -15,6 +15,7 @@ from tests.support.paths import ROOT
 from tests.support.small_runs import assert_same_run, last_weights, mode_of, open_small_inputs
 from thresher.builders.run import build_tracking, track
 from thresher.config import parse_config
+from thresher.config.roles import PolicyConfig
 from thresher.errors import UserError
 from thresher.observability.log_files import EVAL_PAIRS
 from thresher.observability.trackers.jsonl import StepLog
@@ -65,11 +66,10 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
     A separate worker prefetches the reference logps; the run in one process precomputes them.
     """
     from thresher.runtime.ray.cluster import ResourceManager
-    from thresher.runtime.ray.placement import RoleDemand
     from thresher.runtime.ray.runtime import RayRuntime
 
     size = request.param
-    resources = ResourceManager([RoleDemand("actor_train", (), size)], None, concurrent=True)
+    resources = ResourceManager({"actor_train": PolicyConfig(num_workers=size)}, None, concurrent=True)
     clusters: list = []
 
     def run(case: dict[str, Any], output: Path) -> None:
@@ -79,14 +79,14 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
             config, inputs = open_small_inputs(merge(merge(base, case), merge(workers, CONCURRENT)))
         runtime = RayRuntime(config, mode_of(config), resources)
         runtime.use(clusters[0] if clusters else None, reference_cluster)
-        started = runtime.start(inputs, None, print)
+        runtime.start(inputs, None, print)
         clusters[:] = [runtime.ranks]
-        started.begin()
+        runtime.begin()
         trackers = build_tracking(config, None)
-        with track(trackers, started.inputs, resume_step=None) as skipped:
+        with track(trackers, runtime.inputs, resume_step=None) as skipped:
             log = StepLog(config.log_dir / EVAL_PAIRS, None)
             keep = lambda step, pairs: log.write(pairs.to_json(step))  # noqa: E731
-            fit(started, config, inputs.plan, trackers, skipped, keep_pairs=keep)
+            fit(runtime, config, inputs.plan, trackers, skipped, keep_pairs=keep)
 
     yield run
     for cluster in clusters:

@@ -14,7 +14,7 @@ from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
 from thresher.errors import RescaleRequested, ResourceError
 from thresher.pipeline import DPOPipeline
-from thresher.runtime.group import Runtime, StartedRun
+from thresher.runtime.group import Runtime
 from thresher.runtime.ray.placement import ElasticScaler, Node, fit_to_nodes
 
 GPU_NODES = [Node(str(number), f"10.0.0.{number}", 8.0, 4) for number in range(4)]
@@ -96,14 +96,13 @@ def test_a_run_grows_only_between_a_checkpoint_and_the_next_step():
     ranks, room = Ranks(), [None, "the cluster has room for 4 more workers"]
     runtime = Runtime(None, ranks)
     runtime.can_scale_up = lambda: room[0]
-    trainer = StartedRun(runtime, None, None, print)
-    trainer.save()
-    list(trainer.run(2))  # no room yet
+    runtime.save()
+    list(runtime.run(2))  # no room yet
     room.reverse()
-    list(trainer.run(3))  # room, but a step since the checkpoint
-    trainer.save()
+    list(runtime.run(3))  # room, but a step since the checkpoint
+    runtime.save()
     with pytest.raises(RescaleRequested, match="room for 4 more workers"):
-        trainer.run(4)
+        runtime.run(4)
     assert ranks.calls == ["save", "run", "run", "save", "wait_for_saves"]
 
 

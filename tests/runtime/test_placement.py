@@ -5,39 +5,40 @@ from __future__ import annotations
 import pytest
 
 from thresher.config import parse_config
+from thresher.config.roles import PolicyConfig, ReferenceConfig, RoleConfig
 from thresher.errors import UserError
-from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, note_idle_devices, place_roles
+from thresher.runtime.ray.placement import Node, bundles_of, note_idle_devices, place_roles
 
 GPU_NODES = [Node(f"node{i}", f"10.0.0.{i}", 8.0, 4) for i in range(2)]
 
 
-def policy(*devices: int) -> RoleDemand:
-    return RoleDemand("actor_train", devices, len(devices))
+def policy(*devices: int, num_workers: int | None = None) -> dict[str, RoleConfig]:
+    return {"actor_train": PolicyConfig(device_mapping=list(devices) or None, num_workers=num_workers)}
 
 
-def reference(*devices: int) -> RoleDemand:
-    return RoleDemand("reference", devices, len(devices))
+def reference(*devices: int, num_workers: int | None = None) -> dict[str, RoleConfig]:
+    return {"reference": ReferenceConfig(device_mapping=list(devices) or None, num_workers=num_workers)}
 
 
 def test_a_device_id_determines_the_node():
-    placements = place_roles(GPU_NODES, [policy(0, 3, 4, 7)], None, concurrent=True)["actor_train"]
+    placements = place_roles(GPU_NODES, policy(0, 3, 4, 7), None, concurrent=True)["actor_train"]
     assert [worker.node.node_id for worker in placements] == ["node0", "node0", "node1", "node1"]
-    counted = place_roles(GPU_NODES, [policy(0, 1, 2, 3)], 2, concurrent=True)["actor_train"]
+    counted = place_roles(GPU_NODES, policy(0, 1, 2, 3), 2, concurrent=True)["actor_train"]
     assert [worker.node.node_id for worker in counted] == ["node0", "node0", "node1", "node1"]
     assert [worker.num_gpus for worker in placements] == [1.0] * 4
 
 
 def test_roles_on_cpus_are_named_if_gpus_are_free():
-    on_cpus = RoleDemand("actor_train", (), 8)
-    assert note_idle_devices([on_cpus, reference(0)], 3) == [
+    on_cpus = policy(num_workers=8)
+    assert note_idle_devices(on_cpus | reference(0), 3) == [
         "actor_train computes on CPUs, and 3 GPUs of the cluster are free: actor_train.num_workers is a number of CPU "
         "workers; to use GPUs, replace it by actor_train.device_mapping=list(range(0,8))"
     ]
-    assert note_idle_devices([on_cpus], 0) == []
+    assert note_idle_devices(on_cpus, 0) == []
 
 
 def test_roles_on_the_same_devices_share_bundles_and_halve_the_device():
-    placements = place_roles(GPU_NODES, [policy(0, 1), reference(0, 1)], None, concurrent=True)
+    placements = place_roles(GPU_NODES, policy(0, 1) | reference(0, 1), None, concurrent=True)
     assert [worker.num_gpus for group in placements.values() for worker in group] == [0.5] * 4
     assert [(worker.owner, worker.bundle) for worker in placements["reference"]] == [
         ("actor_train", 0),
@@ -48,7 +49,7 @@ def test_roles_on_the_same_devices_share_bundles_and_halve_the_device():
 
 
 def test_roles_on_different_devices_have_separate_bundles():
-    placements = place_roles(GPU_NODES, [policy(0, 1, 2), reference(2, 5)], None, concurrent=True)
+    placements = place_roles(GPU_NODES, policy(0, 1, 2) | reference(2, 5), None, concurrent=True)
     assert [(worker.owner, worker.bundle) for worker in placements["reference"]] == [
         ("actor_train", 2),
         ("reference", 0),
@@ -61,12 +62,11 @@ def test_roles_on_different_devices_have_separate_bundles():
 
 def test_cpu_workers_are_placed_by_free_cores_and_share_scarce_ones():
     nodes = [Node("small", "10.0.0.1", 2.0, 0), Node("large", "10.0.0.2", 6.0, 0)]
-    roles = [RoleDemand("actor_train", (), 4)]
-    placements = place_roles(nodes, roles, None, concurrent=True)["actor_train"]
+    placements = place_roles(nodes, policy(num_workers=4), None, concurrent=True)["actor_train"]
     assert [worker.node.node_id for worker in placements] == ["small", "large", "large", "large"]
     assert [(worker.num_cpus, worker.threads) for worker in placements] == [(1.0, 2)] * 4
 
-    roles = [RoleDemand("actor_train", (), 4), RoleDemand("reference", (), 2)]
+    roles = policy(num_workers=4) | reference(num_workers=2)
     placements = place_roles(nodes[:1], roles, None, concurrent=False)
     assert [(worker.num_cpus, worker.threads) for group in placements.values() for worker in group] == [(0.33, 1)] * 6
     assert sum(amounts["CPU"] for role in placements for _, amounts in bundles_of(role, placements)) <= 2.0
@@ -74,7 +74,7 @@ def test_cpu_workers_are_placed_by_free_cores_and_share_scarce_ones():
 
 def test_roles_that_take_turns_use_all_cores_of_a_node():
     nodes = [Node("node", "10.0.0.1", 8.0, 0)]
-    roles = [RoleDemand("actor_train", (), 2), RoleDemand("reference", (), 2)]
+    roles = policy(num_workers=2) | reference(num_workers=2)
     threads = {
         concurrent: [
             worker.threads
@@ -122,7 +122,7 @@ def test_roles_that_take_turns_use_all_cores_of_a_node():
         ),
         (
             [Node("a", "10.0.0.1", 0.0, 2)],
-            RoleDemand("actor_train", (), 2),
+            policy(num_workers=2),
             None,
             "actor_train requests CPU workers, but the cluster has 1 node with 2 GPUs and 0 CPUs; add nodes with CPUs",
         ),
@@ -130,7 +130,7 @@ def test_roles_that_take_turns_use_all_cores_of_a_node():
 )
 def test_a_request_that_exceeds_the_cluster_is_rejected(nodes, role, per_node, message):
     with pytest.raises(UserError) as caught:
-        place_roles(nodes, [role], per_node, concurrent=True)
+        place_roles(nodes, role, per_node, concurrent=True)
     assert str(caught.value) == message
 
 

@@ -158,22 +158,23 @@ def prefetching(base, ray_here, tmp_path):
     config, inputs = open_small_inputs(merge(merge(merge(base, TWO), changes), long_steps))
     assert mode_of(config) == "concurrent"
     with open_ray_runtime(config, inputs.mode) as runtime:
-        yield config, inputs, runtime, runtime.start(inputs, None, print)
+        runtime.start(inputs, None, print)
+        yield config, inputs, runtime
 
 
 @pytest.mark.hand  # CI has the values of a concurrent reference
 def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahead(prefetching, tmp_path):
     from thresher.observability.trackers.jsonl import StepLog
 
-    config, inputs, runtime, started = prefetching
-    started.begin()
+    config, inputs, runtime = prefetching
+    runtime.begin()
     log: list[tuple[int, dict]] = []
 
     class Log:
         def log(self, step: int, metrics: dict) -> None:
             log.append((step, metrics))
 
-    fit(started, config, inputs.plan, Log(), StepLog(tmp_path / "skipped_steps.jsonl", resume_step=None))
+    fit(runtime, config, inputs.plan, Log(), StepLog(tmp_path / "skipped_steps.jsonl", resume_step=None))
     assert all(metrics["time/wait_reference"] >= 0 for _, metrics in log if "loss" in metrics)
     scored = [span for worker in runtime.scorers.call("trace") for span in worker]
     trained = runtime.ranks.call("trace")
@@ -195,13 +196,13 @@ def test_the_reference_is_scored_during_training_and_at_most_prefetch_steps_ahea
 
 @pytest.mark.hand  # CI has the names in tests/runtime/test_worker_deaths.py
 def test_an_error_names_the_worker_that_died(prefetching):
-    _, inputs, runtime, started = prefetching
+    _, inputs, runtime = prefetching
     import ray
 
     from thresher.runtime.ray.cluster import wait_for
 
-    started.begin()
-    records = started.run(inputs.plan.num_steps)
+    runtime.begin()
+    records = runtime.run(inputs.plan.num_steps)
     next(records)
     ray.kill(runtime.ranks.workers[1])
     with pytest.raises(UserError, match=r"(?s)actor_train worker 1 of 2 died: \w.*\n.*resume from the newest"):

@@ -13,6 +13,7 @@ from tests.support.compared_runs import merge
 from tests.support.logged import logged
 from tests.support.small_runs import assert_same_run
 from thresher.config import parse_config
+from thresher.config.roles import PolicyConfig, ReferenceConfig
 from thresher.errors import UserError
 from thresher.pipeline import DPOPipeline
 
@@ -85,7 +86,6 @@ def test_workers_run_on_the_nodes_of_their_device_ids(connected):
     import ray
 
     from thresher.runtime.ray.cluster import Cluster, ResourceManager, alive_nodes
-    from thresher.runtime.ray.placement import RoleDemand
 
     class LocationWorker:
         """A worker that returns its node and its visible devices."""
@@ -97,7 +97,7 @@ def test_workers_run_on_the_nodes_of_their_device_ids(connected):
             context = ray.get_runtime_context()
             return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
-    roles = [RoleDemand("actor_train", (0, 1, 3), 3), RoleDemand("reference", (3, 0), 2)]
+    roles = {"actor_train": PolicyConfig(device_mapping=[0, 1, 3]), "reference": ReferenceConfig(device_mapping=[3, 0])}
     resources = ResourceManager(roles, None, concurrent=True)
     clusters = {name: Cluster(name, LocationWorker, resources) for name in ("actor_train", "reference")}
     policy, reference = (cluster.call("where") for cluster in clusters.values())
@@ -124,14 +124,13 @@ def test_missing_devices_are_rejected_before_anything_but_the_log_is_written(bas
 
 def test_devices_that_other_work_uses_are_reported(connected, monkeypatch):
     from thresher.runtime.ray import cluster
-    from thresher.runtime.ray.placement import RoleDemand
 
     monkeypatch.setattr(cluster, "_SECONDS_TO_RESERVE", 1.0)
-    holder = cluster.ResourceManager([RoleDemand("actor_train", (0,), 1)], 1, concurrent=True)
+    holder = cluster.ResourceManager({"actor_train": PolicyConfig(device_mapping=[0])}, 1, concurrent=True)
     with pytest.raises(
         UserError, match=r"reference requests 2 GPUs .* other work uses them \(3 GPUs and .* are free\)"
     ):
-        cluster.ResourceManager([RoleDemand("reference", (0, 1), 2)], 2, concurrent=True)
+        cluster.ResourceManager({"reference": ReferenceConfig(device_mapping=[0, 1])}, 2, concurrent=True)
     holder.close()
 
 

@@ -22,6 +22,7 @@ from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.builders.reference_mode import reference_mode, unused_settings
 from thresher.config import parse_config
+from thresher.engines import spec
 from thresher.engines.native.build import infer_engine
 from thresher.errors import CheckpointError, UserError
 from thresher.models.layouts import PaddedLayout
@@ -321,13 +322,13 @@ def test_checking_an_engine_trusts_the_code_of_its_own_model_alone(
     different_reference, models, monkeypatch, tiny_dir, of_policy
 ):
     trusted = {}
-    load = engines.load_model_config
+    load = spec.load_model_config
 
     def load_and_note(path, *, trust_remote_code):
         trusted[path] = trust_remote_code
         return load(path)
 
-    monkeypatch.setattr(engines, "load_model_config", load_and_note)
+    monkeypatch.setattr(spec, "load_model_config", load_and_note)
     sharded = {"num_workers": 2, "model_args": {"trust_remote_code": of_policy}}
     frozen = {"num_workers": 2, "model_args": {"trust_remote_code": not of_policy}}
     frozen["strategy_args"] = {"strategy_name": "fsdp2_infer"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -13,11 +14,11 @@ from thresher.config.roles import RoleConfig
 from thresher.config.strategies import strategy_names
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.engines.engine import Engine, TrainEngine
-from thresher.engines.spec import EngineCheck, ModelSource, ModelSpec, PolicySpec
+from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, choose_layout
 from thresher.models.loading.adapters import AdapterFiles, LoraSettings
-from thresher.models.loading.load import DTYPES, load_model_config
+from thresher.models.loading.location import named_model
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
 
@@ -26,25 +27,42 @@ def build_policy(
     config: DPOConfig, layout: Layout, *, device: torch.device | None = None, world: Group = SINGLE_PROCESS
 ) -> TrainEngine:
     """Build the policy with its strategy, by default on its mapped device."""
-    spec = policy_spec(config, layout, device or device_of(config.actor_train), world)
-    policy: TrainEngine = resolve_name(str(config.actor_train.strategy.build_train))(spec)
+    role = config.actor_train
+    spec = model_spec(config, "actor_train", role, lambda: layout, device or device_of(role), world)
+    policy: TrainEngine = resolve_name(str(role.strategy.build_train))(spec)
     return policy
 
 
-def policy_spec(config: DPOConfig, layout: Layout, device: torch.device, world: Group) -> PolicySpec[Any]:
-    role, args = config.actor_train, config.actor_train.model_args
-    return PolicySpec(
-        source=ModelSource(config.policy_path, args.master_dtype, args.attn_implementation, args.trust_remote_code),
-        compute_dtype=DTYPES[args.dtype],
-        layout=layout,
-        device=device,
-        world=world,
+def model_spec(
+    config: DPOConfig,
+    section: Literal["actor_train", "reference"],
+    role: RoleConfig,  # the policy's also for a reference on its mesh
+    find_layout: Callable[[], Layout],
+    device: torch.device,
+    world: Group,
+) -> ModelSpec[Any]:
+    """Describe the model of a section to the engine of a role."""
+    args, of_reference, is_policy = config.actor_train.model_args, config.reference.model_args, section == "actor_train"
+    adapter = None if is_policy else initial_adapter(config)
+    return ModelSpec(
+        section=section,
+        path=named_model(config.policy_path if is_policy else config.reference_path),
+        dtype=args.dtype if is_policy else config.reference_dtype,
+        master_dtype=args.master_dtype if is_policy else config.reference_master_dtype,
+        attn_implementation=(None if is_policy else of_reference.attn_implementation) or args.attn_implementation,
+        trust_remote_code=args.trust_remote_code if is_policy else config.trusts_reference_code,
         settings=role.strategy_args.settings,
+        world=world,
+        device=device,
+        find_layout=find_layout,
         compilation=compilation(config, device, role),
-        training=role.training_args,
+        training=config.actor_train.training_args,
         model_args=args,
-        trained=trained_parts(args),
+        pairs_per_step=config.pairs_per_step,
         seed=config.seed,
+        is_synced=config.reference.sync_steps is not None,
+        trained=trained_parts(args) if is_policy else TrainedParts(),
+        adapter=None if adapter is None else AdapterFiles.find(adapter),
     )
 
 
@@ -88,27 +106,9 @@ def build_reference(
     adapter on the same model, the reference has that adapter. role: sets its strategy, `reference` if absent.
     """
     role = role or config.reference
-    spec = reference_spec(config, layout, device or device_of(role), world, role)
+    spec = model_spec(config, "reference", role, lambda: layout, device or device_of(role), world)
     reference: Engine = resolve_name(role.strategy.build_infer)(spec)
     return reference
-
-
-def reference_spec(
-    config: DPOConfig, layout: Layout, device: torch.device, world: Group, role: RoleConfig
-) -> ModelSpec[Any]:
-    path = initial_adapter(config)
-    attention = config.reference.model_args.attn_implementation or config.actor_train.model_args.attn_implementation
-    dtype = config.reference_master_dtype
-    return ModelSpec(
-        source=ModelSource(config.reference_path, dtype, attention, config.trusts_reference_code),
-        compute_dtype=DTYPES[config.reference_dtype],
-        layout=layout,
-        device=device,
-        world=world,
-        settings=role.strategy_args.settings,
-        adapter=None if path is None else AdapterFiles.find(path),
-        compilation=compilation(config, device, role),
-    )
 
 
 def device_of(role: RoleConfig) -> torch.device:
@@ -141,12 +141,11 @@ def check_engine(config: DPOConfig, section: Literal["actor_train", "reference"]
     """Reject a strategy that cannot run, and what it does not support of the model, before any worker starts."""
     role: RoleConfig = getattr(config, section)
     check_strategy(role, section)
-    path = config.policy_path if section == "actor_train" else config.reference_path
-    if path is not None:
-        check_model(config, section, role, path)
+    if (config.policy_path if section == "actor_train" else config.reference_path) is not None:
+        check_model(config, section, role)
 
 
-def check_model(config: DPOConfig, section: Literal["actor_train", "reference"], role: RoleConfig, path: str) -> None:
+def check_model(config: DPOConfig, section: Literal["actor_train", "reference"], role: RoleConfig) -> None:
     """Reject a model that a role's strategy does not support; it may be the reference on the policy's mesh."""
     strategy, args = role.strategy, config.actor_train.model_args
     is_policy = section == "actor_train"
@@ -161,20 +160,9 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         raise UserError(f"{section}: {role.strategy_name} does not support LoRA adapters; use fsdp2_{kind}")
     if strategy.check is None:
         return
-    trusts = args.trust_remote_code if is_policy else config.trusts_reference_code
-    request = EngineCheck(
-        section=section,
-        settings=role.strategy_args.settings,
-        num_workers=role.num_processes,
-        path=path,
-        load_config=lambda: load_model_config(path, trust_remote_code=trusts),
-        find_layout=lambda model: choose_layout(config.layout, [model], args.attn_implementation, pad_id=0)[0],
-        dtype=dtype,
-        master_dtype=args.master_dtype if is_policy else config.reference_master_dtype,
-        trained=trained_parts(args) if is_policy else None,
-        is_synced=config.reference.sync_steps is not None,
-        training=config.actor_train.training_args,
-        model_args=args,
-        pairs_per_step=config.pairs_per_step,
-    )
-    resolve_name(strategy.check)(request)
+
+    def find_layout() -> Layout:
+        return choose_layout(config.layout, [spec.model_config], args.attn_implementation, pad_id=0)[0]
+
+    spec = model_spec(config, section, role, find_layout, torch.device("cpu"), Group(size=role.num_processes))
+    resolve_name(strategy.check)(spec)

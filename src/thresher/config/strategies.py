@@ -92,9 +92,10 @@ class StrategyDeclaration:
     """
 
     settings: type[StrategySettings]
-    build_infer: str  # of a ModelSpec; an Engine, which also serves a reference on the policy's mesh
-    build_train: str | None = None  # of a PolicySpec; a TrainEngine. None for a strategy that only scores
-    # of an EngineCheck: raises a UserError for an unsupported model or settings, before any worker starts and without
+    # all functions take a ModelSpec
+    build_infer: str  # returns an Engine, which also serves a reference on the policy's mesh
+    build_train: str | None = None  # returns a TrainEngine; None for a strategy that only scores
+    # raises a UserError for an unsupported model or settings, before any worker starts and without
     # importing the engine
     check: str | None = None
     install: str | None = None  # the command that installs `modules`

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -67,10 +66,18 @@ class LocalRanks:
 
 
 class Runtime:
-    """Starts a run on the ranks of its policy, which score the reference too. `RayRuntime` adds workers for it."""
+    """A run on the ranks of its policy, which score the reference too, as one `Trainable`: a call goes to all ranks.
+
+    `RayRuntime` adds workers for the reference.
+    """
 
     # the reference's own workers, which fill its cache or score during training; None if the policy's ranks score it
     scorers: RankGroup | None = None
+    # set by `start`
+    inputs: RunInputs  # the driver's, with the ranks' layout and token budget
+    checkpoint: Path | None  # what the run resumes from
+    _show_progress: ProgressCallback
+    _is_saved = False
 
     def __init__(self, config: DPOConfig, ranks: RankGroup):
         self.config = config
@@ -84,7 +91,7 @@ class Runtime:
         """Compare the files of a checkpoint with their digests, on the ranks; return what is wrong."""
         return self.ranks.on_all(PolicyRank.find_damage, checkpoint)
 
-    def start(self, inputs: RunInputs, checkpoint: Path | None, show_progress: ProgressCallback) -> StartedRun:
+    def start(self, inputs: RunInputs, checkpoint: Path | None, show_progress: ProgressCallback) -> None:
         """Load the models on all ranks, and restore a checkpoint if there is one."""
         # the ranks' config may name fewer workers than the run's, whose plan it must not change
         of_ranks = inputs.replace(config=self.config, plan=inputs.plan)
@@ -92,8 +99,8 @@ class Runtime:
         layout, notes = self.load(of_ranks, checkpoint)
         for note in notes:
             logger.warning("%s", note)
-        inputs = inputs.replace(layout=layout, max_tokens=of_ranks.max_tokens)
-        return StartedRun(self, inputs, checkpoint, show_progress)
+        self.inputs = inputs.replace(layout=layout, max_tokens=of_ranks.max_tokens)
+        self.checkpoint, self._show_progress, self._is_saved = checkpoint, show_progress, False
 
     def smallest_gpu(self) -> Hardware | None:
         return self.ranks.on_all(PolicyRank.smallest_gpu)
@@ -109,21 +116,6 @@ class Runtime:
     def can_scale_up(self) -> str | None:
         """Called between a checkpoint and the next step; a message requests a restart with more workers."""
         return None
-
-
-@dataclass
-class StartedRun:
-    """A run whose ranks are ready to begin, as one `Trainable`: every call goes to all ranks."""
-
-    runtime: Runtime
-    inputs: RunInputs  # the driver's, with the ranks' layout and token budget
-    checkpoint: Path | None  # what the run resumes from
-    show_progress: ProgressCallback
-    _is_saved: bool = False
-
-    @property
-    def ranks(self) -> RankGroup:
-        return self.runtime.ranks
 
     @property
     def step(self) -> int:
@@ -148,7 +140,7 @@ class StartedRun:
     @property
     def reference(self) -> object:
         """What scores the reference: an object in this process, or its workers; None if the policy's workers do."""
-        return self.ranks.rank.reference if isinstance(self.ranks, LocalRanks) else self.runtime.scorers
+        return self.ranks.rank.reference if isinstance(self.ranks, LocalRanks) else self.scorers
 
     def begin(self, *, to_evaluate: bool = False) -> None:
         """Precompute the reference and check step 0, before the first step."""
@@ -157,7 +149,7 @@ class StartedRun:
             # a run that has made all steps needs no reference to train
             if to_evaluate or self.step < inputs.plan.num_steps:
                 seconds_per_pair = self._score_missing() / inputs.plan.num_visits
-            self.runtime.release_scorers()
+            self.release_scorers()
         self.ranks.on_all(PolicyRank.begin, seconds_per_pair)
 
     def _score_missing(self) -> float:
@@ -169,14 +161,14 @@ class StartedRun:
             has_workers = reference_has_workers(self.inputs.config, self.inputs.mode)
             share, scored_by = ", blocks of worker 0", " by its workers" if has_workers else " by the policy's workers"
         if num_missing:
-            scorers = self.runtime.scorers or self.ranks
+            scorers = self.scorers or self.ranks
             for what, done, total in scorers.stream(PolicyRank.score_missing):
-                self.show_progress(f"scoring the reference: {what} pairs{share}", done, total)
+                self._show_progress(f"scoring the reference: {what} pairs{share}", done, total)
         log_scored(self.inputs, num_cached, num_missing, scored_by)
         return time.perf_counter() - started if num_missing else 0.0
 
     def run(self, until: int) -> Iterator[Record]:
-        if self._is_saved and (reason := self.runtime.can_scale_up()):
+        if self._is_saved and (reason := self.can_scale_up()):
             self.wait_for_saves()
             raise RescaleRequested(reason)
         self._is_saved = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.engines import saved_runs
-from tests.support.engines.parity import CPU, LAYOUTS, Case
+from tests.support.engines.parity import CPU, DTYPE_NAMES, LAYOUTS, Case
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.engines.deepspeed import build
-from thresher.engines.deepspeed.declaration import DeepSpeedInferSettings, DeepSpeedTrainSettings
+from thresher.engines.deepspeed.declaration import DeepSpeedInferSettings, DeepSpeedTrainSettings, ZeroSettings
 from thresher.engines.engine import TrainEngine
-from thresher.engines.spec import ModelSource, ModelSpec, PolicySpec
+from thresher.engines.spec import ModelSpec
 from thresher.models.layouts import Layout
 from thresher.models.loading.trained import TrainedParts
 
@@ -64,22 +64,12 @@ class Zero:
         trained: TrainedParts,
         **settings: Any,
     ) -> TrainEngine:
-        spec = PolicySpec(
-            _source(path),
-            dtype,
-            layout,
-            CPU,
-            _world(),
-            self.settings,
-            training=training,
-            trained=trained,
-            **settings,
-        )
-        return build.build_train(spec)
+        spec = _spec(path, dtype, layout, self.settings)
+        return build.build_train(replace(spec, training=training, trained=trained, **settings))
 
     def reference(self, case: Case, path: Path) -> Any:
         settings = DeepSpeedInferSettings(zero_stage=3 if self.stage == 3 else 0, offload_param=self.offloads_param)
-        return build.build_infer(ModelSpec(_source(path), case.dtype, LAYOUTS[case.layout], CPU, _world(), settings))
+        return build.build_infer(_spec(path, case.dtype, LAYOUTS[case.layout], settings))
 
     def policy_for_saving(self, run: saved_runs.Run, optimizer: TrainingArgs) -> TrainEngine:
         return self._policy(run.model, LAYOUTS["shared"], torch.float32, optimizer, run.trained)
@@ -117,8 +107,15 @@ def _joined(parts: dict[str, tuple[tuple[int, ...], int, Tensor]]) -> dict[str, 
     return full
 
 
-def _source(path: Path) -> ModelSource:
-    return ModelSource(str(path), "fp32", None, False)
+def _spec(path: Path, dtype: torch.dtype, layout: Layout, settings: ZeroSettings) -> ModelSpec:
+    return ModelSpec(
+        path=str(path),
+        dtype=DTYPE_NAMES[dtype],
+        settings=settings,
+        world=_world(),
+        device=CPU,
+        find_layout=lambda: layout,
+    )
 
 
 def _world() -> Group:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.support.engines.config_runs import config_of, world_of_pool
-from tests.support.engines.parity import CPU, LAYOUTS, NUM_STEPS, Case, make_trainer, mesh_text
+from tests.support.engines.parity import CPU, DTYPE_NAMES, LAYOUTS, NUM_STEPS, Case, make_trainer, mesh_text
 from tests.support.engines.saved_runs import Run
 from tests.support.megatron_cpu import use_cpu_as_cuda
 from thresher.builders.engines import build_policy
@@ -23,7 +23,7 @@ from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.megatron.declaration import MegatronSettings
-from thresher.engines.spec import ModelSource, ModelSpec, PolicySpec
+from thresher.engines.spec import ModelSpec
 from thresher.errors import CheckpointError
 from thresher.models.forward_check import LayoutError
 from thresher.models.layouts import Layout, ModelInputs, PackedLayout
@@ -91,9 +91,8 @@ class MegatronEngine:
         from thresher.engines.megatron.parallel import destroy_groups
 
         destroy_groups()
-        frozen = self._spec(path, LAYOUTS[layout], dtype, 1 if case is None else case.virtual_pp_size)
-        values = {name: getattr(frozen, name) for name in ModelSpec.__dataclass_fields__}
-        return build_train(PolicySpec(**values, training=training, trained=trained))
+        spec = self._spec(path, LAYOUTS[layout], dtype, 1 if case is None else case.virtual_pp_size)
+        return build_train(replace(spec, training=training, trained=trained))
 
     def _spec(self, path: Path, layout: Layout, dtype: torch.dtype, virtual_pp_size: int) -> ModelSpec:
         settings = {
@@ -105,7 +104,12 @@ class MegatronEngine:
         }
         world = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
         return ModelSpec(
-            ModelSource(str(path), "fp32", None, False), dtype, layout, CPU, world, MegatronSettings(**settings)
+            path=str(path),
+            dtype=DTYPE_NAMES[dtype],
+            settings=MegatronSettings(**settings),
+            world=world,
+            device=CPU,
+            find_layout=lambda: layout,
         )
 
 

@@ -40,7 +40,7 @@ from thresher.losses.pairs import ExampleLogps
 from thresher.losses.registry import make_losses
 from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 from thresher.models.loading.adapters import LoraSettings
-from thresher.models.loading.load import load_model
+from thresher.models.loading.load import DTYPES, load_model
 from thresher.models.loading.load_sharded import build_on_meta
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
@@ -52,6 +52,7 @@ from thresher.training.records import SkippedStep
 from thresher.training.trainer import RankTrainer
 
 CPU = torch.device("cpu")
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BETA = 0.1
 GAMMA = 0.5
 NUM_PAIRS, PAIRS_PER_STEP, NUM_STEPS = 30, 10, 3

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.engines.native.build import build_infer
 from thresher.engines.native.declaration import FSDP2Settings
-from thresher.engines.spec import ModelSource, ModelSpec
+from thresher.engines.spec import ModelSpec
 from thresher.models.loading import load, load_sharded
 from thresher.models.logps import base_model
 
@@ -33,9 +32,8 @@ class LoadedShards:
 def load_and_count(sizes: ParallelDims, path: str) -> LoadedShards:
     settings = FSDP2Settings(tp_size=sizes.tp, pp_size=sizes.pp, cp_size=sizes.cp, dp_replicate=sizes.dp_replicate)
     spec = ModelSpec(
-        source=ModelSource(path, "fp32", None, trust_remote_code=False),
-        compute_dtype=torch.float32,
-        layout=LAYOUTS["shared"],
+        path=path,
+        find_layout=lambda: LAYOUTS["shared"],
         device=CPU,
         world=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD),
         settings=settings,

@@ -79,9 +79,9 @@ def check_architecture(inputs: RunInputs) -> Messages:
 def check_engines(inputs: RunInputs) -> Messages:
     yield from problems_of(check_engine, inputs.config, "actor_train")
     yield from problems_of(check_engine, inputs.config, "reference")
-    if inputs.config.runtime == "torchrun" and (path := inputs.reference_path) is not None:
+    if inputs.config.runtime == "torchrun" and inputs.reference_path is not None:
         # a different model on the policy's mesh
-        yield from problems_of(check_model, inputs.config, "reference", inputs.config.actor_train, path)
+        yield from problems_of(check_model, inputs.config, "reference", inputs.config.actor_train)
 
 
 def check_tokenizer(inputs: RunInputs) -> Messages:

@@ -34,7 +34,7 @@ from thresher.engines.native.build import build_replica
 from thresher.engines.native.parameters import adamw_options, parameter_groups
 from thresher.engines.native.sequential import RouterLoss, SequentialExecutor
 from thresher.engines.nonfinite import LossScale
-from thresher.engines.spec import ModelSpec, PolicySpec, seed_dropout
+from thresher.engines.spec import ModelSpec, seed_dropout
 from thresher.errors import UserError
 from thresher.models.loading.adapters import adapter_disabled, attach_adapter
 from thresher.models.loading.load_sharded import load_modules, move_buffers, stores_every_parameter
@@ -46,7 +46,7 @@ _MAX_BUCKET = 500_000_000
 _JOINED = "thresher_world"  # attribute of DeepSpeed's backend: the default group that it was created for
 
 
-def build_train(spec: PolicySpec[ZeroSettings]) -> TrainEngine:
+def build_train(spec: ModelSpec[ZeroSettings]) -> TrainEngine:
     """Load the policy, attach adapters if it has any, and partition it with its optimizer."""
     deepspeed = _import_deepspeed(spec.device)
     stage, training = spec.settings.stage, spec.training
@@ -159,12 +159,12 @@ def _load_model(
 
     Returns the model on its device, and what partitioning hides: the shapes of its parameters by name.
     """
-    source, device, is_partitioned = spec.source, spec.device, spec.settings.stage == 3
-    model = source.empty() if is_partitioned else source.load()
-    by_module = is_partitioned and stores_every_parameter(model, source.named_path)
+    device, is_partitioned = spec.device, spec.settings.stage == 3
+    model = spec.empty() if is_partitioned else spec.load()
+    by_module = is_partitioned and stores_every_parameter(model, spec.path)
     if is_partitioned and not by_module:
         # transformers converts the whole model; DeepSpeed partitions it from host memory when the engine starts
-        model = source.load()
+        model = spec.load()
     causal_lm = prepare(model)
     shapes = {name: tuple(p.shape) for name, p in causal_lm.named_parameters()}
     if by_module:
@@ -182,7 +182,7 @@ def _load_model(
         def partition(module: nn.Module) -> None:
             deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=torch.float32)
 
-        load_modules(model, source.named_path, device, partition)
+        load_modules(model, spec.path, device, partition)
     if is_partitioned:
         # ZeRO-3 requires that all ranks call the same modules in the same order. The experts of transformers are in
         # stacked matrices. Without a grouped matrix product for them, as in LongCat-Flash, the activation is called

@@ -8,7 +8,7 @@ from typing import Any
 
 from thresher.engines.deepspeed.declaration import AUTO, ZeroSettings
 from thresher.engines.native.check import check_router_family
-from thresher.engines.spec import EngineCheck
+from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.loading.weight_files import find_files_to_shard
 
@@ -27,57 +27,57 @@ _ADAMW = {
 }
 
 
-def check(run: EngineCheck[ZeroSettings]) -> None:
+def check(spec: ModelSpec[ZeroSettings]) -> None:
     """Reject what the engine does not support, and keys of a DeepSpeed JSON that contradict thresher's."""
-    stage = run.settings.stage
-    if run.compiles:
+    stage = spec.settings.stage
+    if spec.compiles:
         raise UserError(
-            f"{run.section}: training_args.torch_compile is not supported by DeepSpeed; set it to false, or "
+            f"{spec.section}: training_args.torch_compile is not supported by DeepSpeed; set it to false, or "
             "use fsdp2_train"
         )
-    if run.is_synced:
+    if spec.is_synced:
         raise UserError(
-            f"{run.section}: reference.sync_steps is not supported by DeepSpeed, whose reference cannot "
+            f"{spec.section}: reference.sync_steps is not supported by DeepSpeed, whose reference cannot "
             "follow the policy; remove it, or use fsdp2_train"
         )
-    if run.master_dtype != "fp32":
+    if spec.master_dtype != "fp32":
         raise UserError(
-            f"{run.section}: model_args.master_dtype {run.master_dtype} is not supported by DeepSpeed, "
+            f"{spec.section}: model_args.master_dtype {spec.master_dtype} is not supported by DeepSpeed, "
             "which keeps weights in fp32; set it to fp32, and model_args.dtype to the precision to compute in"
         )
-    if run.balances_experts:
-        check_router_family(run)
-    lora = None if run.trained is None else run.trained.lora
+    if spec.balances_experts:
+        check_router_family(spec)
+    lora = spec.trained.lora
     if lora is not None and lora.starts_from_weights and stage == 3:
         raise UserError(
             f"actor_train.model_args.lora_init {lora.init} decomposes whole weight matrices, which zero_stage 3 "
             "partitions; use zero_stage 2, or lora_init=default"
         )
     if stage == 3:
-        find_files_to_shard(run.path)
-    for key, value, thresher_key, expected in _shared_settings(run):
+        find_files_to_shard(spec.path)
+    for key, value, thresher_key, expected in _shared_settings(spec):
         if not _agrees(value, expected):
             raise UserError(
-                f"{run.section}.{_CONFIG}.{key} is {value}, but {thresher_key} is {expected}; set {thresher_key}, and "
+                f"{spec.section}.{_CONFIG}.{key} is {value}, but {thresher_key} is {expected}; set {thresher_key}, and "
                 f'set {key} to "auto"'
             )
 
 
-def _shared_settings(run: EngineCheck[ZeroSettings]) -> Iterator[tuple[str, Any, str, object]]:
+def _shared_settings(spec: ModelSpec[ZeroSettings]) -> Iterator[tuple[str, Any, str, object]]:
     """Yield DeepSpeed's key and value, and thresher's key and value, for each setting that both have."""
-    settings, training = run.settings, run.training
+    settings, training = spec.settings, spec.training
     for key, name in _SAME_SETTINGS.items():
         yield key, getattr(settings, key), f"training_args.{name}", getattr(training, name)
-    yield "train_batch_size", settings.train_batch_size, "the number of pairs per step", run.pairs_per_step
+    yield "train_batch_size", settings.train_batch_size, "the number of pairs per step", spec.pairs_per_step
     for name in ("bf16", "fp16"):
-        section = _section(run, name)
-        yield f"{name}.enabled", section.get("enabled", AUTO), "model_args.dtype == " + name, run.dtype == name
-    if run.dtype == "fp16":
-        fp16 = _section(run, "fp16")
+        section = _section(spec, name)
+        yield f"{name}.enabled", section.get("enabled", AUTO), "model_args.dtype == " + name, spec.dtype == name
+    if spec.dtype == "fp16":
+        fp16 = _section(spec, "fp16")
         yield "fp16.loss_scale", fp16.get("loss_scale", AUTO), "the loss scale, which is dynamic,", 0
         for name in ("initial_scale_power", "loss_scale_window"):
             yield f"fp16.{name}", fp16.get(name, AUTO), f"training_args.{name}", getattr(training, name)
-    optimizer = _section(run, "optimizer")
+    optimizer = _section(spec, "optimizer")
     kind = optimizer.get("type", AUTO)
     yield "optimizer.type", kind if kind == AUTO else str(kind).lower(), "the optimizer", "adamw"
     for name, value in (optimizer.get("params") or {}).items():
@@ -87,7 +87,7 @@ def _shared_settings(run: EngineCheck[ZeroSettings]) -> Iterator[tuple[str, Any,
         expected = [getattr(training, key) for key in _ADAMW[name]]
         thresher_key = " and ".join(f"training_args.{key}" for key in _ADAMW[name])
         yield f"optimizer.params.{name}", value, thresher_key, expected if len(expected) > 1 else expected[0]
-    scheduler = _section(run, "scheduler")
+    scheduler = _section(spec, "scheduler")
     scheduled = {"type": scheduler.get("type", AUTO), **(scheduler.get("params") or {})}
     for name, value in scheduled.items():
         key = "scheduler.type" if name == "type" else f"scheduler.params.{name}"
@@ -97,12 +97,12 @@ def _shared_settings(run: EngineCheck[ZeroSettings]) -> Iterator[tuple[str, Any,
     yield "steps_per_print", AUTO if is_never else printed, "the progress line of DeepSpeed", "left out"
 
 
-def _section(run: EngineCheck[ZeroSettings], name: str) -> Mapping[str, Any]:
-    value = getattr(run.settings, name)
+def _section(spec: ModelSpec[ZeroSettings], name: str) -> Mapping[str, Any]:
+    value = getattr(spec.settings, name)
     if value == AUTO:
         return {}
     if not isinstance(value, Mapping):
-        raise UserError(f'{run.section}.{_CONFIG}.{name} is {value!r}; use a section with keys, or "auto"')
+        raise UserError(f'{spec.section}.{_CONFIG}.{name} is {value!r}; use a section with keys, or "auto"')
     return value
 
 

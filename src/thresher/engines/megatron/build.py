@@ -23,16 +23,16 @@ from thresher.engines.megatron.schedule import ScheduleExecutor
 from thresher.engines.megatron.transformer_config import describe_model, transformer_config
 from thresher.engines.megatron.weights import PiecesOf, open_weights, read_pieces
 from thresher.engines.nonfinite import LossScale
-from thresher.engines.spec import ModelSpec, PolicySpec
+from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, attach_adapter, initial_values
 from thresher.models.optimizations.recompute import Recompute
 
 
-def build_train(spec: PolicySpec[MegatronSettings]) -> TrainEngine:
+def build_train(spec: ModelSpec[MegatronSettings]) -> TrainEngine:
     """Load the policy, attach adapters if it has any, and build its optimizer."""
     chunks = _load_chunks(spec, spec.training.gradient_checkpointing)
-    model = spec.source.empty()
+    model = spec.empty()
     module = spec.trained.apply(model)
     adapters = None
     if spec.trained.has_adapter:
@@ -43,7 +43,7 @@ def build_train(spec: PolicySpec[MegatronSettings]) -> TrainEngine:
     first, dp_group = chunks[0], chunks[0].groups.dp
     if adapters is None and spec.compute_dtype != torch.float32:
         ties_embeddings = first.weight_map.ties_embeddings
-        load_masters(optimizer.states, spec.source.named_path, ties_embeddings=ties_embeddings)
+        load_masters(optimizer.states, spec.path, ties_embeddings=ties_embeddings)
     return TrainEngine(
         model=nn.ModuleList(chunks),
         executor=ScheduleExecutor(chunks, wrapped, spec.layout),
@@ -63,7 +63,7 @@ def build_infer(spec: ModelSpec[MegatronSettings]) -> Engine:
     """Load a frozen model along the parallel dimensions of the settings."""
     chunks = _load_chunks(spec)
     if spec.adapter is not None:
-        model = spec.source.empty()
+        model = spec.empty()
         _attach_adapters(chunks, model, attach_adapter(model, spec.adapter), spec.adapter, seed=0)
     executor, first = ScheduleExecutor(chunks, chunks, spec.layout), chunks[0]
     frozen = nn.ModuleList(chunks).requires_grad_(False).eval()
@@ -83,14 +83,12 @@ def _load_chunks(spec: ModelSpec[MegatronSettings], recompute: Recompute = "off"
         backend = "cpu:gloo,cuda:nccl" if spec.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
-        chunks = build_chunks(
-            spec.source.config(), spec.source.named_path, spec.settings, recompute, spec.compute_dtype, spec.device
-        )
+        chunks = build_chunks(spec.model_config, spec.path, spec.settings, recompute, spec.compute_dtype, spec.device)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(
             f"Megatron-Core rejects the settings of strategy_config: {error}; change or remove the setting"
         ) from error
-    load_weights(chunks, spec.source.named_path)
+    load_weights(chunks, spec.path)
     return chunks
 
 

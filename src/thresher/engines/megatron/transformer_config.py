@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from thresher.engines.megatron.declaration import MegatronSettings, MegatronSizes
 from thresher.engines.megatron.weights import ModelShape
-from thresher.engines.spec import EngineCheck
+from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.loading.weight_files import find_files_to_shard
@@ -26,55 +26,55 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
-def check(run: EngineCheck[MegatronSettings]) -> None:
+def check(spec: ModelSpec[MegatronSettings]) -> None:
     """Reject what Megatron-Core cannot compute as the other engines do."""
-    settings, shape = run.settings, describe_model(run.model_config, run.path)
-    find_files_to_shard(run.path)
-    check_sizes(shape, settings.sizes, run.path)
-    _check_precision(run)
-    if run.balances_experts:
+    settings, shape = spec.settings, describe_model(spec.model_config, spec.path)
+    find_files_to_shard(spec.path)
+    check_sizes(shape, settings.sizes, spec.path)
+    _check_precision(spec)
+    if spec.balances_experts:
         raise UserError(
             "actor_train.model_args.moe_aux_loss_coef is not supported by megatron_train; remove it or use fsdp2_train"
         )
-    if run.training.activation_offload:
+    if spec.training.activation_offload:
         raise UserError(
             "training_args.activation_offload is not supported by Megatron-Core; remove it or use fsdp2_train"
         )
-    if run.compiles:
+    if spec.compiles:
         raise UserError("training_args.torch_compile is not supported by Megatron-Core; remove it")
-    if run.is_synced:
+    if spec.is_synced:
         raise UserError(
             "reference.sync_steps lets the reference follow the policy, which Megatron-Core does not support; "
             "remove it or use fsdp2_train"
         )
-    if settings.context_parallel_size > 1 and not run.layout.needs_pair_attention:
+    if settings.context_parallel_size > 1 and not spec.layout.needs_pair_attention:
         raise UserError(
-            f"{run.section}: context_parallel_size is {settings.context_parallel_size}, but the layout is "
-            f"{run.layout.name}, and context parallelism needs packed rows; remove context_parallel_size, or use "
+            f"{spec.section}: context_parallel_size is {settings.context_parallel_size}, but the layout is "
+            f"{spec.layout.name}, and context parallelism needs packed rows; remove context_parallel_size, or use "
             "layout=shared or layout=packed"
         )
-    if run.trained is not None and run.trained.has_adapter:
-        _check_adapters(run.trained, shape, settings.tensor_model_parallel_size)
+    if spec.trained.has_adapter:
+        _check_adapters(spec.trained, shape, settings.tensor_model_parallel_size)
 
 
-def _check_precision(run: EngineCheck[MegatronSettings]) -> None:
-    settings, section = run.settings, run.section
+def _check_precision(spec: ModelSpec[MegatronSettings]) -> None:
+    settings, section = spec.settings, spec.section
     for name in ("bf16", "fp16"):
         given = getattr(settings, name)
-        if given is not None and given != (run.dtype == name):
+        if given is not None and given != (spec.dtype == name):
             raise UserError(
-                f"{section}: strategy_config.{name} is {str(given).lower()}, but model_args.dtype is {run.dtype}; "
+                f"{section}: strategy_config.{name} is {str(given).lower()}, but model_args.dtype is {spec.dtype}; "
                 f"remove {name}, which follows from dtype"
             )
-    if run.trained is not None and run.master_dtype != "fp32":
+    if spec.is_policy and spec.master_dtype != "fp32":
         raise UserError(
-            f"{section}.model_args.master_dtype is {run.master_dtype}, but megatron_train always updates fp32 weights; "
-            "set it to fp32"
+            f"{section}.model_args.master_dtype is {spec.master_dtype}, but megatron_train always updates fp32 "
+            "weights; set it to fp32"
         )
-    if run.master_dtype not in ("fp32", run.dtype):
+    if spec.master_dtype not in ("fp32", spec.dtype):
         raise UserError(
-            f"{section}: weights are stored in {run.master_dtype} and computed in {run.dtype}, and Megatron-Core has "
-            f"one precision for both; set master_dtype to fp32 or {run.dtype}"
+            f"{section}: weights are stored in {spec.master_dtype} and computed in {spec.dtype}, and Megatron-Core has "
+            f"one precision for both; set master_dtype to fp32 or {spec.dtype}"
         )
 
 

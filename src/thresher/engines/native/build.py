@@ -21,7 +21,7 @@ from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.engines.native.parameters import LocalCheckpoint, LocalParameters
 from thresher.engines.native.sequential import RouterLoss, SequentialExecutor
 from thresher.engines.nonfinite import LossScale
-from thresher.engines.spec import ModelSpec, PolicySpec, seed_dropout
+from thresher.engines.spec import ModelSpec, seed_dropout
 from thresher.models.layouts import Layout
 from thresher.models.loading.adapters import adapter_disabled, attach_adapter
 from thresher.models.loading.load_sharded import load_local_shards
@@ -30,7 +30,7 @@ from thresher.models.optimizations.compile import Compilation
 from thresher.models.optimizations.recompute import recompute_activations
 
 
-def build_train(spec: PolicySpec[FSDP2Settings]) -> TrainEngine:
+def build_train(spec: ModelSpec[FSDP2Settings]) -> TrainEngine:
     """Load the policy, attach adapters if it has any, and build its optimizer."""
     lora, training = spec.trained.lora, spec.training
     model, module, parallel = _load_and_parallelize(
@@ -134,23 +134,23 @@ def _load_and_parallelize(
     needs_weights: bool = False,  # prepare reads the values of the model
 ) -> tuple[PreTrainedModel, nn.Module, ParallelContext]:
     """Load a full copy of a model, or this process's shards of it."""
-    source, settings, world = spec.source, spec.settings, spec.world
+    settings, world = spec.settings, spec.world
     if not settings.is_replicated(world.size):
-        model = source.empty()
+        model = spec.empty()
         module = prepare(model)
         mesh = Mesh.create(axis_sizes(settings, world.size), spec.device)
-        parallel = parallelize(model, source.shards_path, mesh, settings, spec.compute_dtype, spec.device)
+        parallel = parallelize(model, spec.shards_path, mesh, settings, spec.compute_dtype, spec.device)
         return model, module, parallel
     parallel = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
     # replicas with a process group read the files together, if they can
     can_share = world.size > 1 and world.group is not None and not needs_weights
-    shared = source.empty_to_share() if can_share else None
-    model = source.load() if shared is None else shared
+    shared = spec.empty_to_share() if can_share else None
+    model = spec.load() if shared is None else shared
     module = prepare(model)
     if shared is None:
-        module = source.move(module, spec.device)
+        module = spec.move(module)
     else:
-        load_local_shards(model, source.named_path, spec.device, replicas=world)
+        load_local_shards(model, spec.path, spec.device, replicas=world)
     return model, module, parallel
 
 

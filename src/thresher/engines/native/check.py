@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from thresher.engines.native.build import axis_sizes
 from thresher.engines.native.declaration import FSDP2Settings
-from thresher.engines.spec import EngineCheck
+from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
 from thresher.models.loading.weight_files import find_files_to_shard
@@ -18,18 +18,18 @@ from thresher.models.router import FAMILIES as ROUTER_FAMILIES
 from thresher.models.router import num_experts
 
 
-def check(run: EngineCheck[FSDP2Settings]) -> None:
+def check(spec: ModelSpec[FSDP2Settings]) -> None:
     """Reject settings that this model does not support."""
-    settings, is_replicated = run.settings, run.settings.is_replicated(run.num_workers)
-    if run.balances_experts:  # along these dimensions the loss of transformers cannot be computed exactly
+    settings, is_replicated = spec.settings, spec.settings.is_replicated(spec.world.size)
+    if spec.balances_experts:  # along these dimensions the loss of transformers cannot be computed exactly
         dims = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(settings, name) > 1]
-        if dims or run.compiles:
+        if dims or spec.compiles:
             raise UserError(
                 f"actor_train.model_args.moe_aux_loss_coef is not supported with {', '.join(dims) or 'torch_compile'}; "
                 "remove one of them, or give each worker a full copy with dp_replicate"
             )
-        check_router_family(run)
-    lora = None if run.trained is None else run.trained.lora
+        check_router_family(spec)
+    lora = spec.trained.lora
     if lora is not None and lora.starts_from_weights and not is_replicated:
         raise UserError(
             f"actor_train.model_args.lora_init {lora.init} decomposes whole weight matrices, which cannot be sharded; "
@@ -37,22 +37,22 @@ def check(run: EngineCheck[FSDP2Settings]) -> None:
         )
     if is_replicated:
         return
-    find_files_to_shard(run.path)
-    check_axes(settings, run.num_workers, run.section, run.model_config, run.layout)
+    find_files_to_shard(spec.path)
+    check_axes(settings, spec.world.size, spec.section, spec.model_config, spec.layout)
     if settings.sequence_parallel:
-        reason = why_not_sequence_parallel(run.model_config, run.layout, has_lora=lora is not None)
+        reason = why_not_sequence_parallel(spec.model_config, spec.layout, has_lora=lora is not None)
         if reason is not None:
-            raise UserError(f"{run.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
+            raise UserError(f"{spec.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
     for name in settings.non_default("reduce_dtype", "pp_dtype"):
-        if (run.dtype, run.master_dtype) != ("bf16", "fp32"):
+        if (spec.dtype, spec.master_dtype) != ("bf16", "fp32"):
             raise UserError(
-                f"{run.section}: {name} bf16 needs dtype bf16 and master_dtype fp32, and they are {run.dtype} and "
-                f"{run.master_dtype}; remove {name}"
+                f"{spec.section}: {name} bf16 needs dtype bf16 and master_dtype fp32, and they are {spec.dtype} and "
+                f"{spec.master_dtype}; remove {name}"
             )
-    if settings.pp_schedule != "1f1b" and (run.compiles or run.training.gradient_checkpointing != "off"):
-        name = "torch_compile" if run.compiles else "gradient_checkpointing"
+    if settings.pp_schedule != "1f1b" and (spec.compiles or spec.training.gradient_checkpointing != "off"):
+        name = "torch_compile" if spec.compiles else "gradient_checkpointing"
         raise UserError(
-            f"{run.section}: pp_schedule {settings.pp_schedule} splits the backward, which {name} does not "
+            f"{spec.section}: pp_schedule {settings.pp_schedule} splits the backward, which {name} does not "
             "support; remove one of them"
         )
 
@@ -67,12 +67,12 @@ def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *,
     return "it does not support LoRA" if has_lora else None
 
 
-def check_router_family(run: EngineCheck[Any]) -> None:
+def check_router_family(spec: ModelSpec[Any]) -> None:
     """Reject moe_aux_loss_coef for a model whose experts' load is not known."""
-    family = run.model_config.get_text_config().model_type
+    family = spec.model_config.get_text_config().model_type
     if family not in ROUTER_FAMILIES:
         raise UserError(
-            f"actor_train.model_args.moe_aux_loss_coef has no effect on {run.path}: the load of experts is known for "
+            f"actor_train.model_args.moe_aux_loss_coef has no effect on {spec.path}: the load of experts is known for "
             f"the architectures {', '.join(ROUTER_FAMILIES)}, and this one is {family}; remove it"
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from thresher.builders.engines import policy_spec, reference_spec
+from thresher.builders.engines import model_spec
 from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.config import parse_config
@@ -31,7 +31,7 @@ from thresher.distributed.tensors import copy_to_device
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import axis_sizes, build_infer, build_train
 from thresher.engines.native.declaration import FSDP2Settings
-from thresher.engines.spec import ModelSource
+from thresher.engines.spec import ModelSpec
 from thresher.losses.pairs import ExampleLogps, ResponseLogps
 from thresher.models.attention.interface import KERNELS
 from thresher.models.loading.load_sharded import allocate, build_without_weights
@@ -87,17 +87,19 @@ class _Step:
     def __init__(self, request: RankRequest, device: torch.device):
         config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
         layout = find_layout(config)[1]
-        spec = policy_spec(config, layout, device, world)
-        source, trained = SourceWithoutValues(**vars(spec.source)), TrainedPartsWithoutValues(**vars(spec.trained))
-        # uncompiled: a compiler needs values
-        self._policy = build_train(replace(spec, source=source, trained=trained, compilation=None))
+
+        def spec_of(section: Literal["actor_train", "reference"]) -> ModelSpec[FSDP2Settings]:
+            values = vars(model_spec(config, section, config.actor_train, lambda: layout, device, world))
+            trained = TrainedPartsWithoutValues(**vars(values["trained"]))
+            # uncompiled: a compiler needs values
+            return SpecWithoutValues(**values | {"trained": trained, "compilation": None})
+
+        self._policy = build_train(spec_of("actor_train"))
         self._score: Callable[[ExampleBatch], ExampleLogps] | None = None
         if request.reference == "adapter":
             self._score = self._policy.score_base
         elif request.reference == "copy":
-            frozen = reference_spec(config, layout, device, world, config.actor_train)
-            source = SourceWithoutValues(**vars(frozen.source))
-            self._score = build_infer(replace(frozen, source=source, compilation=None)).score
+            self._score = build_infer(spec_of("reference")).score
         self._objective = build_objective(config)
         self.settings: FSDP2Settings = config.actor_train.strategy_args.settings
         self._request, self._device = request, device
@@ -172,7 +174,7 @@ def mesh_dim_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: in
     raise ValueError(f"a {kind} of the ranks {ranks} is along no mesh dimension")
 
 
-class SourceWithoutValues(ModelSource):
+class SpecWithoutValues(ModelSpec[FSDP2Settings]):
     """The model of a path by its config alone."""
 
     def load(self) -> PreTrainedModel:
@@ -181,14 +183,14 @@ class SourceWithoutValues(ModelSource):
     def empty_to_share(self) -> None:
         return None
 
-    def move(self, module: nn.Module, device: torch.device) -> nn.Module:
-        allocate(base_model(module), device)  # `Module.to` copies values, and there are none
+    def move(self, module: nn.Module) -> nn.Module:
+        allocate(base_model(module), self.device)  # `Module.to` copies values, and there are none
         return module
 
     def empty(self) -> PreTrainedModel:
         # plain tensors on the meta device: a module cannot replace parameters that are fake already
         with _disable_current_modes():
-            return build_without_weights(self.named_path, **self._settings)
+            return build_without_weights(self.path, **self._load_settings)
 
     @property
     def shards_path(self) -> None:

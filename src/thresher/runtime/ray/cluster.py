@@ -15,12 +15,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from thresher.config.roles import RoleConfig
 from thresher.distributed.groups import is_lost_connection
 from thresher.errors import ResourceError, UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log
 from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
-from thresher.runtime.ray.placement import Node, RoleDemand, bundles_of, place_roles
+from thresher.runtime.ray.placement import Node, bundles_of, place_roles
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,12 @@ _SECONDS_FOR_CAUSE = 5.0
 class ResourceManager:
     """Reserve the resources of every role, each bundle on the node of its device ids, before any worker is started."""
 
-    def __init__(self, roles: Sequence[RoleDemand], devices_per_node: int | None, *, concurrent: bool):
+    def __init__(self, roles: Mapping[str, RoleConfig], devices_per_node: int | None, *, concurrent: bool):
         self.placements = place_roles(alive_nodes(), roles, devices_per_node, concurrent=concurrent)
         self.groups: dict[str, Any] = {}  # Ray's placement group of each role that owns bundles
         try:
             for role in roles:
-                self.reserve(role.name)
+                self.reserve(role)
         except BaseException:
             self.close()
             raise

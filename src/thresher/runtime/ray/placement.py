@@ -25,15 +25,6 @@ class Node:
 
 
 @dataclass(frozen=True)
-class RoleDemand:
-    """The request of a role: global device ids, one worker per device, or a number of CPU workers."""
-
-    name: str
-    devices: tuple[int, ...]
-    num_workers: int
-
-
-@dataclass(frozen=True)
 class WorkerPlacement:
     """The node and resources of one worker."""
 
@@ -47,28 +38,28 @@ class WorkerPlacement:
 
 
 def place_roles(
-    nodes: Sequence[Node], roles: Sequence[RoleDemand], devices_per_node: int | None, *, concurrent: bool
+    nodes: Sequence[Node], roles: Mapping[str, RoleConfig], devices_per_node: int | None, *, concurrent: bool
 ) -> dict[str, list[WorkerPlacement]]:
     """Place every worker of every role, or raise if the cluster lacks the resources."""
-    assigned = {role.name: _assign_nodes(nodes, role, devices_per_node) for role in roles}
+    assigned = {name: _assign_nodes(nodes, name, role, devices_per_node) for name, role in roles.items()}
     on_node = Counter(node.node_id for workers in assigned.values() for node, _ in workers)
-    sharers = Counter(device for role in roles for device in role.devices)
+    sharers = Counter(device for role in roles.values() for device in role.device_mapping or ())
     owners: dict[int, tuple[str, int]] = {}
     placements: dict[str, list[WorkerPlacement]] = {}
-    for role in roles:
+    for name, workers in assigned.items():
         # concurrent roles divide the cores of a node; others take turns
-        co_located = on_node if concurrent else Counter(node.node_id for node, _ in assigned[role.name])
-        num_owned, placements[role.name] = 0, []
-        for node, device in assigned[role.name]:
-            owner, bundle = role.name, num_owned
+        co_located = on_node if concurrent else Counter(node.node_id for node, _ in workers)
+        num_owned, placements[name] = 0, []
+        for node, device in workers:
+            owner, bundle = name, num_owned
             if device is not None:
                 owner, bundle = owners.setdefault(device, (owner, bundle))
-            num_owned += owner == role.name
+            num_owned += owner == name
             # one core per worker, or a fraction if there are more workers than cores
             num_cpus = min(1.0, int(100 * node.num_cpus / on_node[node.node_id]) / 100)
             threads = max(1, int(node.num_cpus / co_located[node.node_id]))
             num_gpus = 0.0 if device is None else int(1000 / sharers[device]) / 1000
-            placements[role.name].append(WorkerPlacement(node, owner, bundle, device, num_gpus, num_cpus, threads))
+            placements[name].append(WorkerPlacement(node, owner, bundle, device, num_gpus, num_cpus, threads))
     return placements
 
 
@@ -86,15 +77,15 @@ def bundles_of(owner: str, placements: Mapping[str, Sequence[WorkerPlacement]]) 
 
 
 def _assign_nodes(
-    nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None
+    nodes: Sequence[Node], name: str, role: RoleConfig, devices_per_node: int | None
 ) -> list[tuple[Node, int | None]]:
     """Return the node and the device, None for a CPU worker, of each rank."""
-    if role.devices:
-        return _nodes_of_devices(nodes, role, devices_per_node)
+    if role.device_mapping:
+        return _nodes_of_devices(nodes, name, role.device_mapping, devices_per_node)
     if not any(node.num_cpus > 0 for node in nodes):
-        raise ResourceError(f"{role.name} requests CPU workers, but {_describe(nodes)}; add nodes with CPUs")
+        raise ResourceError(f"{name} requests CPU workers, but {_describe(nodes)}; add nodes with CPUs")
     num_workers: Counter[str] = Counter()
-    for _ in range(role.num_workers):
+    for _ in range(role.num_processes):
         # the node that would have the most cores per worker, the first of equals
         node = max(nodes, key=lambda node: node.num_cpus / (num_workers[node.node_id] + 1))
         num_workers[node.node_id] += 1
@@ -103,35 +94,34 @@ def _assign_nodes(
 
 
 def _nodes_of_devices(
-    nodes: Sequence[Node], role: RoleDemand, devices_per_node: int | None
+    nodes: Sequence[Node], name: str, devices: Sequence[int], devices_per_node: int | None
 ) -> list[tuple[Node, int | None]]:
     sizes = sorted({node.num_gpus for node in nodes if node.num_gpus > 0})
     if devices_per_node is None and len(sizes) > 1:
         raise ResourceError(
-            f"{role.name}.device_mapping needs the same number of GPUs on every node, but {_describe(nodes)}; set "
+            f"{name}.device_mapping needs the same number of GPUs on every node, but {_describe(nodes)}; set "
             "num_gpus_per_node to the number to use per node"
         )
     size, usable = _nodes_with_devices(nodes, devices_per_node)
-    count, highest = len(role.devices), max(role.devices)
+    count, highest = len(devices), max(devices)
     if highest >= size * len(usable):
         available = f"devices 0 to {size * len(usable) - 1}" if usable else "no devices"
         limit = f" with num_gpus_per_node {size}" if devices_per_node else ""
         raise ResourceError(
-            f"{role.name}.device_mapping requests {count} device{'s' if count > 1 else ''}, up to device {highest}, "
+            f"{name}.device_mapping requests {count} device{'s' if count > 1 else ''}, up to device {highest}, "
             f"but {_describe(nodes)} ({available}{limit}); use available devices, add nodes, or remove device_mapping "
             "and set num_workers to train on CPUs"
         )
-    return [(usable[device // size], device) for device in role.devices]
+    return [(usable[device // size], device) for device in devices]
 
 
-def note_idle_devices(roles: Sequence[RoleDemand], num_free: int) -> list[str]:
+def note_idle_devices(roles: Mapping[str, RoleConfig], num_free: int) -> list[str]:
     """Name the roles that compute on CPUs while GPUs of the cluster are free; torchrun and one process use GPUs."""
     return [
-        f"{role.name} computes on CPUs, and {num_free} GPUs of the cluster are free: {role.name}.num_workers is a "
-        f"number of CPU workers; to use GPUs, replace it by "
-        f"{role.name}.device_mapping=list(range(0,{role.num_workers}))"
-        for role in roles
-        if num_free and not role.devices
+        f"{name} computes on CPUs, and {num_free} GPUs of the cluster are free: {name}.num_workers is a number of CPU "
+        f"workers; to use GPUs, replace it by {name}.device_mapping=list(range(0,{role.num_processes}))"
+        for name, role in roles.items()
+        if num_free and not role.device_mapping
     ]
 
 

@@ -21,7 +21,7 @@ from thresher.runtime.devices import CPU
 from thresher.runtime.group import Runtime, with_absolute_cache_dir
 from thresher.runtime.ray.cluster import Call, Cluster, ResourceManager, alive_nodes, wait_for
 from thresher.runtime.ray.heartbeat_monitor import HeartbeatMonitor
-from thresher.runtime.ray.placement import ElasticScaler, RoleDemand, note_idle_devices
+from thresher.runtime.ray.placement import ElasticScaler, note_idle_devices
 from thresher.runtime.ray.session import ray_session
 from thresher.runtime.ray.workers import ActorWorker, ReferenceWorker
 
@@ -136,10 +136,9 @@ def open_ray_runtime(config: DPOConfig, mode: ReferenceMode, clock: PhaseClock |
         names = ["actor_train", *(["reference"] if reference_has_workers(config, mode) else [])]
         scaler = ElasticScaler(config, alive_nodes, ray.available_resources, names)
         roles = {name: getattr(scaler.config, name) for name in names}
-        demands = [RoleDemand(name, tuple(r.device_mapping or ()), r.num_processes) for name, r in roles.items()]
-        resources = ResourceManager(demands, config.num_gpus_per_node, concurrent=mode == "concurrent")
+        resources = ResourceManager(roles, config.num_gpus_per_node, concurrent=mode == "concurrent")
         stack.callback(resources.close)
-        for note in note_idle_devices(demands, int(ray.available_resources().get("GPU", 0))):
+        for note in note_idle_devices(roles, int(ray.available_resources().get("GPU", 0))):
             logger.warning("%s", note)
         clock.end("processes")
         runtime = RayRuntime(scaler.config, mode, resources, scaler, clock)
