@@ -178,6 +178,7 @@ def test_a_subclass_with_other_methods_is_a_trainer(files, config):
         ("compute_loss", "pref_loss=path/to/file.py:function"),
         ("dpo_loss", "pref_loss=path/to/file.py:function"),
         ("ref_model", "trainer.config.reference_path"),
+        ("compute_reference_log_probs", "`thresher precompute-reference`"),
         ("nonsense", "see docs/train/python.md"),
     ],
 )

@@ -68,6 +68,7 @@ def test_nested_sections_are_as_before():
         ({"deepspeed": "gone.json"}, "deepspeed: gone.json does not exist; give the path of a DeepSpeed config"),
         ({"deepspeed": "zero3_gone.json"}, "deepspeed: zero3_gone.json does not exist"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8]}, "1 weights for 2 losses"),
+        ({"loss_type": len}, "name a function of your own by its file, as in pref_loss='path/to/file.py:function'"),
         ({"start_epoch": 1}, "a run resumes from its newest checkpoint by itself"),
         ({"use_ref_model": False}, "set `reference.mode`"),
         ({"model_init_kwargs": {"rope_theta": 1}}, "model_init_kwargs: no equivalent; rope_theta"),

@@ -305,6 +305,21 @@ def test_exporting_a_run_and_its_best_checkpoint(thresher, config, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+def test_exporting_into_a_directory_with_a_model(thresher, config, tmp_path):
+    assert thresher("train", config())[0] == 0
+    assert thresher("export", "out", "--output", "model")[0] == 0
+    weights = tmp_path / "model" / "model.safetensors"
+    written = weights.read_bytes()
+    weights.write_bytes(b"of an earlier run")
+    assert thresher("export", "out", "--output", "model") == (
+        2,
+        "model is not an empty directory; name a new one, or replace the model in it with --overwrite",
+    )
+    assert weights.read_bytes() == b"of an earlier run"
+    assert thresher("export", "out", "--output", "model", "--overwrite")[0] == 0
+    assert weights.read_bytes() == written
+
+
 def test_a_config_file_that_does_not_exist(thresher):
     assert thresher("train", "nowhere.yaml") == (
         2,

@@ -183,6 +183,10 @@ MISTAKES = {
         ("actor_train.strategy_args.strategy_name=fsdp_train",),
         "there is no strategy fsdp_train; did you mean fsdp2_train?",
     ),
+    "an inference server": Mistake(
+        ("reference.strategy_args.strategy_name=vllm",),
+        "there is no strategy vllm; it serves text, and a reference is scored by hf_infer",
+    ),
     # files
     "a file that does not exist": Mistake(
         (f"{FILE}=pears.jsonl",), "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?"

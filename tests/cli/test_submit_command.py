@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
+from ray._private.runtime_env.packaging import create_package
 
 from tests.support.paths import ROOT
 from thresher.cli.submit import resolve_paths
@@ -97,6 +100,25 @@ def test_a_template_by_name_stays_a_name_and_files_are_found_in_dataset_dir(tmp_
         "dataset_dir": str(tmp_path / "data"),
         "template": "chatml",
     }
+
+
+def test_files_with_secrets_are_not_uploaded(tmp_path, monkeypatch):
+    for name in ("train.jsonl", ".env", "inside/.netrc", "inside/notes.txt", ".ssh/id_rsa"):
+        (tmp_path / "work" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "work" / name).write_text("x")
+    uploaded: list[str] = []
+
+    def submit_job(*, runtime_env: dict, **_: object) -> str:
+        """As Ray's client packs the directory."""
+        package = tmp_path / "package.zip"
+        create_package(runtime_env["working_dir"], package, True, excludes=runtime_env.get("excludes"))
+        uploaded.extend(name for name in ZipFile(package).namelist() if not name.endswith("/"))
+        return "job-1"
+
+    client = jobs.JobClient.__new__(jobs.JobClient)
+    client.url, client._client = "http://127.0.0.1:1", SimpleNamespace(submit_job=submit_job)
+    assert client.submit({}, tmp_path / "work") == "job-1"
+    assert sorted(uploaded) == ["inside/notes.txt", jobs.CONFIG_NAME, "train.jsonl"]
 
 
 @pytest.mark.parametrize("num_failures", [2, 1000])

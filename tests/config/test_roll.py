@@ -106,6 +106,16 @@ def test_a_key_that_changes_nothing_is_removed_and_named(pattern):
     assert parse_config(values) == parse_config({})
 
 
+def test_roles_of_other_pipelines_are_removed_with_their_settings():
+    values = {"critic": {"model_args": {"dtype": "bf16"}}, "pipeline_cls": "roll.pipeline.dpo.dpo_pipeline.DPOPipeline"}
+    read, notes = read_own_keys(values)
+    assert (read, parse_config(read)) == ({}, parse_config({}))
+    assert notes == [
+        "critic has no effect: DPO has the roles actor_train and reference",
+        "pipeline_cls has no effect: changes nothing here",
+    ]
+
+
 def test_infer_batch_size_of_the_policy_is_the_evaluation_batch():
     values = {"actor_train": {"infer_batch_size": 4}}
     validation = {"validation": {"data_args": {"file_name": "held_out.jsonl"}}}

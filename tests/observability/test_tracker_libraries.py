@@ -314,6 +314,18 @@ class TestWandb:
         with pytest.raises(UserError, match=r"no API key.*wandb login.*offline"):
             WandbTracker(wandb_project="p", wandb_mode="online").start(run_in(tmp_path), None)
 
+    @pytest.mark.parametrize(("given", "reports"), [(None, False), ("true", True)])
+    def test_errors_are_reported_to_its_makers_only_on_request(
+        self, monkeypatch: pytest.MonkeyPatch, given: str | None, reports: bool
+    ) -> None:
+        monkeypatch.setenv("WANDB_ERROR_REPORTING", given or "")
+        if given is None:
+            monkeypatch.delenv("WANDB_ERROR_REPORTING")
+        WandbTracker(wandb_project="p")
+        from wandb.env import error_reporting_enabled
+
+        assert error_reporting_enabled() is reports
+
     def test_the_command_line_is_not_collected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["thresher", "hf_token=c4n4ry"])
         tracker = WandbTracker(wandb_project="p")

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from scripts.audit import read_pins
@@ -33,6 +40,29 @@ def test_the_page_lists_the_lowest_and_the_pinned_version_of_every_package() -> 
 @pytest.mark.parametrize("name", VLLM)
 def test_the_lowest_versions_fit_those_of_vllm(name: str) -> None:
     assert Version(lowest_versions()[name]) in SpecifierSet(VLLM[name])
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """A package that comes only with another one disappears when that one changes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {canonicalize_name(Requirement(each).name) for group in groups for each in group}
+    imported = {name for path in (ROOT / "src" / "thresher").rglob("*.py") for name in imports_of(path)}
+    distributions = packages_distributions()
+    undeclared = {
+        name
+        for name in imported - sys.stdlib_module_names - {"thresher"}
+        if declared.isdisjoint(map(canonicalize_name, distributions.get(name, ())))
+    }
+    assert undeclared == set()
+
+
+def imports_of(path: Path) -> set[str]:
+    """The top-level packages that a file imports, also within functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    members = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in plain | members}
 
 
 def test_the_script_installs_the_torch_of_scripts_install() -> None:

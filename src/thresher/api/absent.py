@@ -42,6 +42,7 @@ _ATTRIBUTES = {
     "predict": "call evaluate(dataset) for metrics, or generate with trainer.model",
     "tokenizer": "it is called processing_class",
     "ref_model": "the reference is scored in the run; trainer.config.reference_path names it",
+    "compute_reference_log_probs": "the run does it once per pair, or `thresher precompute-reference` before it",
     **dict.fromkeys(("optimizer", "lr_scheduler", "create_optimizer", "create_scheduler"), _IN_THE_RUN),
     "hyperparameter_search": "use `thresher sweep`",
     "train_dataset": "trainer.config.actor_train.data_args names its files",

@@ -76,7 +76,8 @@ def export_checkpoint(
         raise UserError(f"an export cannot replace the directory {output}; name a new one below it")
     is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
     if is_used and (not overwrite or not output.is_dir()):
-        raise UserError(f"{output} is not an empty directory; name a new one")
+        hint = ", or replace the model in it with --overwrite" if output.is_dir() else ""
+        raise UserError(f"{output} is not an empty directory; name a new one{hint}")
     if not _SIZE.fullmatch(max_shard_size):
         raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
     model, tokenizer, path = load_checkpoint(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -69,13 +69,17 @@ def submit(
     from thresher.runtime.ray.environment import set_environment
 
     set_environment(address)
-    from thresher.runtime.ray.jobs import JobClient
+    from thresher.runtime.ray.jobs import PRIVATE_FILES, JobClient
 
     server = JobClient(address)
     if resolved:
         logger.info("the nodes of the cluster must see these paths: %s", ", ".join(resolved))
     if working_dir is not None:
-        logger.info("uploading the files of %s, except those that .gitignore and .rayignore exclude", working_dir)
+        logger.info(
+            "uploading the files of %s, except those that .gitignore and .rayignore exclude, and %s",
+            working_dir,
+            ", ".join(PRIVATE_FILES),
+        )
     job = server.submit({**values, "ray_address": "auto"}, working_dir)  # auto: the cluster that runs the job
     if wait:
         _follow(server, job)

@@ -88,7 +88,7 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -104,6 +104,11 @@ def compose_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
             composed = compose(path.name, overrides=[_added(text, path.parent) for text in overrides])
         values = OmegaConf.to_container(composed, resolve=True)
+    except MissingConfigException as error:
+        here = ", ".join(error.options or ())
+        hint = f"use one of {here}" if here else "copy it too, or remove it from `defaults` and write its settings here"
+        missing = redact_overrides(str(error.missing_cfg_file), overrides)
+        raise UserError(f"config {path} includes {missing}, which does not exist; {hint}") from None
     # OSError: the file is unreadable or not a mapping
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, *_UNFORESEEN) as error:
         raise UserError(f"config {path} cannot be read: {redact_overrides(str(error).strip(), overrides)}") from None

@@ -22,6 +22,7 @@ from thresher.imported_function import find_entry_points
 
 GROUP = "thresher.strategies"
 DEFAULT_TRAIN, DEFAULT_INFER = "fsdp2_train", "hf_infer"
+_SERVERS = ("vllm", "sglang")  # strategies of other trainers
 # of a model: its layers, or their elementwise functions one by one
 CompiledParts = Literal["layers", "functions"]
 
@@ -133,6 +134,10 @@ def find_strategy(name: str) -> StrategyDeclaration:
     if name not in found:
         meant = nearest(name, found)
         hint = f"did you mean {meant}?" if meant else f"installed are {', '.join(sorted(found))}"
+        if name in _SERVERS:
+            hint = (
+                "it serves text, and a reference is scored by hf_infer, fsdp2_infer, deepspeed_infer or megatron_infer"
+            )
         raise ValueError(f"there is no strategy {name}; {hint}")
     try:
         declaration: StrategyDeclaration = found[name].load()

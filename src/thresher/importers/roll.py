@@ -102,6 +102,7 @@ READ: r.Table = {
     **{f"tracker_kwargs.{name}": _moved(f"tracker_kwargs.wandb_{name}") for name in ("project", "mode", "api_key")},
     "tracker_kwargs.log_dir": _moved("tracker_kwargs.tensorboard_dir"),
     "global_template": r.by(_set_global_template, f"{DATA}template"),
+    **r.drop("DPO has the roles actor_train and reference", "actor_infer critic rewards"),
     **r.drop("output_dir is the run directory", "base_dir"),
     **r.drop("checkpoints stay in output_dir; `thresher export` writes the model", "checkpoint_config"),
     **r.drop("models are read from a directory or from the Hugging Face Hub", "model_download_type"),
@@ -127,7 +128,7 @@ actor_train.data_args.video_* actor_train.model_args.autocast_adapter_dtype acto
 actor_train.name actor_train.training_args.data_seed actor_train.training_args.dataloader_num_workers
 actor_train.training_args.save_hf_model actor_train.training_args.tf32 generate_opt_level hydra hydra.*
 is_num_return_sequences_expand is_use_additional_prompts length_profiler_dir local_rank max_additional_running_prompts
-max_running_requests model_update_buffer_size_mb otlp_output_dir profiler_* reference.apply_loss_scale
+max_running_requests model_update_buffer_size_mb otlp_output_dir pipeline_cls profiler_* reference.apply_loss_scale
 reference.model_args.disable_gradient_checkpointing reference.name report_length_and_rewards response_length rollout_*
 router_args router_args.* transfer_backend user_defined_rollout_loop_cls val_prompt_length val_sequence_length
 """

@@ -200,6 +200,8 @@ def set_losses(value: Any, run: Translation, weights_key: str, smoothing_key: st
     """Set pref_loss from TRL's names."""
     from thresher.losses import loss_names  # imports torch
 
+    if any(map(callable, value if isinstance(value, list) else [value])):
+        return run.lacks("name a function of your own by its file, as in pref_loss='path/to/file.py:function'")
     given = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
     names = [_TRL_LOSSES.get(name, name) for name in given]
     if unknown := [text for text, name in zip(given, names, strict=True) if name not in loss_names()]:

@@ -208,6 +208,8 @@ class WandbTracker:
         notes: str | None = None,
         tags: Sequence[str] = (),
     ) -> None:
+        # W&B sends its own errors to its makers by default, also from offline runs
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._library = _import_library("wandb", "wandb")
         self._mode, self._api_key, self._name = wandb_mode, wandb_api_key, name
         self._described = {"project": wandb_project, "entity": wandb_entity, "notes": notes, "tags": list(tags)}

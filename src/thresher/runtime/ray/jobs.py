@@ -29,6 +29,8 @@ from thresher.redact import redact_text
 from thresher.runtime.ray.session import auth_error, check_reachable
 
 CONFIG_NAME = "thresher_job.yaml"
+# files with secrets, at any depth; the patterns are those of .gitignore
+PRIVATE_FILES = (".env", ".netrc", ".ssh", ".aws", ".git-credentials")
 _UPLOAD_HINT = (
     "; all files of --working-dir are uploaded, so exclude large ones in its .rayignore and keep them on a file system "
     "that all nodes share"
@@ -62,11 +64,12 @@ class JobClient:
         """Submit a training job with a config and the files of `working_dir`; return its id."""
         with tempfile.TemporaryDirectory(prefix="thresher-job-") as name, self._translate_errors():
             package = _package(Path(name), config, working_dir)
+            environment = {"working_dir": str(package), "excludes": list(PRIVATE_FILES)}
             started = time.monotonic()
             while True:
                 try:
                     job: str = self._client.submit_job(
-                        entrypoint=f"python -m thresher train {CONFIG_NAME}", runtime_env={"working_dir": str(package)}
+                        entrypoint=f"python -m thresher train {CONFIG_NAME}", runtime_env=environment
                     )
                     return job
                 except RuntimeError as error:  # just after `ray start`, no node has its agent yet
