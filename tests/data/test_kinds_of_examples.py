@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.conftest import WriteRows
 from tests.data.test_pair_store import assert_equal, ids
 from tests.data.test_prepare_resume import files_of, kill_and_finish, stop_after
-from thresher.data.example import Example, Kind, Response
+from thresher.data.example import Example, ExampleBatch, Kind, Response
 from thresher.data.prepare.prepare import NoPairsError, prepare, store_fingerprint
 from thresher.data.prepare.report import report_of
 from thresher.data.rows.formats import MAX_RESPONSES, PreferenceRow, detect_format, to_preference_row
@@ -409,3 +409,10 @@ def test_the_kto_demo_of_llama_factory_has_both_labels(
     store = ExampleStore.open(tmp_path / "s")
     assert (report.pairs_kept, report.desirable) == (len(rows), sum(row["label"] for row in rows))
     assert [store[n].responses[0].value for n in range(len(store))] == [float(row["label"]) for row in rows]
+
+
+def test_scores_of_a_batch_are_those_of_its_rows_in_fp32() -> None:
+    tokens, scores = np.zeros(1, np.int32), [1234.567, 0.1, -7.7]
+    list_of_three = Example(tokens, tuple(Response(tokens, value=score) for score in scores))
+    batch = ExampleBatch(np.arange(2), (list_of_three, replace(list_of_three, responses=list_of_three.responses[:2])))
+    assert batch.values.tolist() == np.array([scores, [*scores[:2], 0.0]], np.float32).tolist()

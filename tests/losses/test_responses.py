@@ -91,6 +91,17 @@ def test_mismatched_responses_have_no_gradient():
     assert mismatched is None or not mismatched.any()
 
 
+def test_the_entropy_of_kto_is_a_mean_over_the_answers_alone():
+    inputs = labelled()
+    answers, mismatched = inputs.policy.sides
+    sides = (
+        replace(answers, entropy=torch.full_like(answers.values, 2.0)),
+        replace(mismatched, entropy=torch.full_like(mismatched.values, 5.0)),
+    )
+    entropy = objective_of("kto")(replace(inputs, policy=ExampleLogps(sides))).metrics["entropy"]
+    assert (float(entropy.mean), int(entropy.count)) == (2.0, 15)
+
+
 def test_a_kto_step_without_mismatched_responses_has_the_reference_point_0():
     assert float(objective_of("kto")(labelled(mismatched=False)).metrics["kto/z0"].mean) == 0.0
 
