@@ -21,7 +21,7 @@ from thresher.api.process import Accelerator, open_console, quiet_libraries
 from thresher.api.results import Metrics, TrainResult, mean_loss, model_card, read_records, trainer_state, upload
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.export import export_checkpoint, load_checkpoint
-from thresher.builders.objective import build_objective
+from thresher.builders.objective import build_objective, trains_rewards
 from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import merge_settings
@@ -211,7 +211,12 @@ class DPOTrainer:
             with quiet_libraries():
                 if checkpoint is None:
                     path, dtype = named_model(self.config.policy_path), DTYPES[args.master_dtype]
-                    model = load_model(path, dtype=dtype, trust_remote_code=args.trust_remote_code)
+                    model = load_model(
+                        path,
+                        dtype=dtype,
+                        trust_remote_code=args.trust_remote_code,
+                        is_reward_model=trains_rewards(self.config),
+                    )
                 else:
                     model, *_ = load_checkpoint(checkpoint, trust_remote_code=args.trust_remote_code)
             self._loaded = checkpoint, model

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from thresher.builders.objective import trains_rewards
 from thresher.builders.reference_mode import initial_adapter
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
@@ -61,6 +62,7 @@ def model_spec(
         pairs_per_step=config.pairs_per_step,
         seed=config.seed,
         is_synced=config.reference.sync_steps is not None,
+        is_reward_model=is_policy and trains_rewards(config),
         trained=trained_parts(args) if is_policy else TrainedParts(),
         adapter=None if adapter is None else AdapterFiles.find(adapter),
     )
@@ -158,6 +160,8 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
     if not strategy.adapters and args.has_adapter:
         kind = "train" if is_policy else "infer"
         raise UserError(f"{section}: {role.strategy_name} does not support LoRA adapters; use fsdp2_{kind}")
+    if is_policy and not strategy.reward_models and trains_rewards(config):
+        raise UserError(f"{section}: {role.strategy_name} does not train reward models; use fsdp2_train")
     if strategy.check is None:
         return
 

@@ -19,12 +19,19 @@ from thresher.builders.engines import trained_parts
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import latest
 from thresher.checkpoint.manifest import verify
-from thresher.checkpoint.state import load_weights
+from thresher.checkpoint.state import load_weights, weight_names
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import at_revision
 from thresher.errors import CheckpointError, UserError
 from thresher.models.loading.adapters import merge_adapter
-from thresher.models.loading.load import DTYPES, load_model, load_tokenizer, set_pad_token
+from thresher.models.loading.load import (
+    DTYPES,
+    REWARD_HEAD,
+    load_model,
+    load_tokenizer,
+    pad_apart_from_eos,
+    set_pad_token,
+)
 from thresher.models.loading.location import locate_model
 from thresher.reference.fingerprint import config_digest, weights_digest
 from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS
@@ -57,6 +64,8 @@ def load_checkpoint(
     tokenizer_path = args.tokenizer_name_or_path or path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
+    if hasattr(plain, "score"):
+        pad_apart_from_eos(tokenizer)
     if tokenizer.pad_token_id is not None:
         plain.config.pad_token_id = tokenizer.pad_token_id
     return plain, tokenizer, path
@@ -121,7 +130,13 @@ def export_run(config: DPOConfig) -> None:
 
 def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str | None = None) -> PreTrainedModel:
     """Load a run's model with the trained weights of a directory, adapters merged, in the precision of its forward."""
-    model = load_model(path, dtype=DTYPES[args.master_dtype], trust_remote_code=args.trust_remote_code)
+    is_reward_model = any(name.endswith(REWARD_HEAD) for name in weight_names(weights))
+    model = load_model(
+        path,
+        dtype=DTYPES[args.master_dtype],
+        trust_remote_code=args.trust_remote_code,
+        is_reward_model=is_reward_model,
+    )
     module = trained_parts(args).apply(model)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     load_weights(weights, trained, hint=f"put the model that the run started from back at {path}")

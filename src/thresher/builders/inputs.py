@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.builders.data import StoreBuilder, open_stores
 from thresher.builders.engines import trained_parts
-from thresher.builders.objective import build_objective, for_data
+from thresher.builders.objective import build_objective, for_data, trains_rewards
 from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.mismatched import Examples, MismatchedAnswers, VisitPlan
 from thresher.data.batching.plan import Plan, make_plan
+from thresher.data.example import Scored
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
@@ -161,6 +162,7 @@ class RunInputs:
             dtype=DTYPES[args.master_dtype],
             attn_implementation=transformers_attention(args.attn_implementation),
             trust_remote_code=args.trust_remote_code,
+            is_reward_model=trains_rewards(self.config),
         )
         # as engines/native stores it
         return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])
@@ -189,7 +191,8 @@ def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str
     trusted = {config.policy_path: args.trust_remote_code}
     trusted.setdefault(config.reference_path, config.trusts_reference_code)
     models = [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
-    layout, note = choose_layout(requested, models, attention, pad_id, scores_prompt=not config.apply_loss_mask)
+    scored: Scored = "end" if trains_rewards(config) else "response" if config.apply_loss_mask else "all"
+    layout, note = choose_layout(requested, models, attention, pad_id, scored=scored)
     return tokenizer, layout, note or reason
 
 

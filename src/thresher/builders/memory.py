@@ -22,7 +22,7 @@ from thresher.models.loading.trained import widest_dtype
 from thresher.models.logps import base_model
 from thresher.models.optimizations.llama_layers import is_llama_like
 from thresher.models.optimizations.recompute import Recompute
-from thresher.models.pipeline_chunk import decoder_of
+from thresher.models.pipeline_chunk import decoder_of, head_of
 from thresher.models.router import num_experts
 
 # share of a GPU for its context, fragmentation and the workspaces of kernels
@@ -79,7 +79,7 @@ class ModelSize:
         heads, chosen = int(config.num_attention_heads), int(getattr(config, "num_experts_per_tok", None) or 1)
         names = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
         width = next(filter(None, (getattr(config, name, None) for name in names)), 4 * config.hidden_size)
-        embedding, head = (_weight(each) for each in (base.get_input_embeddings(), base.get_output_embeddings()))
+        embedding, head = (_weight(each) for each in (base.get_input_embeddings(), head_of(base)))
         matrices = [p for layer in layers for p in layer.parameters() if p.ndim > 1]
         known = {id(p) for p in (*matrices, embedding, head)}
         adapted = [name for name, _ in layers[0].named_modules() if name.endswith("_proj.lora_A")]

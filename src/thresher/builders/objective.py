@@ -8,7 +8,7 @@ from thresher.config import DPOConfig
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.losses.registry import make_losses, parameter_defaults
+from thresher.losses.registry import loss_class, make_losses, parameter_defaults
 from thresher.training.lr_schedule import LRSchedule
 
 _LENGTH_NORMALIZED = {"sigmoid_norm", "ipo", "simpo", "alphapo", "orpo", "sft"}
@@ -40,10 +40,15 @@ def build_objective(config: DPOConfig) -> Objective:
         clamp_log_ratio=config.clamp_log_ratio,
         wpo=config.use_wpo,
         margin=margin,
-        measures_entropy=config.health != "off",
+        measures_entropy=config.health != "off" and not trains_rewards(config),
         comparisons=config.comparisons,
         reference_free=config.reference.mode == "none" and any(loss.needs_reference for loss in losses),
     )
+
+
+def trains_rewards(config: DPOConfig) -> bool:
+    """Whether the policy is a reward model."""
+    return any(loss_class(name).trains_rewards for name in config.loss_weights)
 
 
 def for_data(objective: Objective, store: ExampleStore) -> Objective:

@@ -27,6 +27,7 @@ from thresher.reference.scorers import STEM as SYNCED
 from thresher.reference.scorers import SyncedReference
 from thresher.sampling.generation import GenerationSettings
 from thresher.sampling.judges import INSTRUCTIONS, EndpointJudge, Judge, load_judge
+from thresher.sampling.reward_judge import RewardModelJudge
 from thresher.sampling.sampler import AnswerSampler, Prompt, file_prompts, store_prompts
 
 
@@ -71,8 +72,12 @@ def read_prompts_file(config: DPOConfig, samples: SamplesConfig, tokenizer: PreT
 
 
 def build_judge(config: DPOConfig) -> Judge | None:
-    """Import the judge, or describe the endpoint; None without a judge."""
+    """Import the judge, find the reward model, or describe the endpoint; None without a judge."""
     samples = config.samples
+    if samples is not None and samples.judge is not None and Path(samples.judge).is_dir():
+        trusts = config.actor_train.model_args.trust_remote_code
+        tokenizer = load_tokenizer(named_model(config.tokenizer_path), trust_remote_code=trusts)
+        return RewardModelJudge.of(samples.judge, tokenizer)
     if samples is not None and samples.judge is not None:
         return load_judge(samples.judge)
     if samples is None or samples.judge_url is None:

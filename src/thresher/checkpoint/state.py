@@ -57,6 +57,12 @@ def load_weights(
             to_local(parameter).copy_(reader.read(name, local_slices(parameter)))
 
 
+def weight_names(directory: Path) -> list[str]:
+    """List the parameters that a checkpoint has the weights of: the trained ones."""
+    with ShardedReader(directory, STEM) as reader:
+        return list(reader.specs())
+
+
 def check_specs(
     directory: Path, found: Specs, expected: Specs, *, hint: str, other_rank_names: Collection[str]
 ) -> None:

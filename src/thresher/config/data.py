@@ -86,7 +86,8 @@ class SamplesConfig(Section):
     the KL, `samples/kl`."""
     judge: str | None = None
     """Python function that judges answers, as package.module:function or path/to/file.py:function: score(prompt,
-    answer), or compare(prompt, first, second), the probability that the first is better."""
+    answer), or compare(prompt, first, second), the probability that the first is better. Or the directory of a reward
+    model."""
     judge_url: str | None = None
     """OpenAI-compatible server whose model judges answers, such as http://localhost:8000/v1."""
     judge_model: str | None = None

@@ -73,6 +73,8 @@ class LossConfig(Section):
     """KTO: weight of undesirable responses."""
     infonca_alpha: Positive | None = None
     """InfoNCA: temperature of the scores."""
+    center_rewards_coefficient: Annotated[float, Field(ge=0)] | None = None
+    """Reward models: weight of a term that keeps the mean reward near 0, such as 0.01."""
     comparisons: Literal["all", "adjacent", "best_worst", "best_rest"] = "all"
     """The pairs that a pairwise loss reads from a list of responses: all of different score or rank, neighbors in the
     ranking, the best with the worst, or the best with each other one. A prompt's comparisons are averaged."""

@@ -105,6 +105,7 @@ class StrategyDeclaration:
     layouts: tuple[str, ...] = ("shared", "packed", "padded")
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     adapters: bool = True
+    reward_models: bool = True
 
     def check_installed(self, name: str) -> None:
         """Raise if the engine is not installed; nothing is imported."""

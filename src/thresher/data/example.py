@@ -13,6 +13,8 @@ TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 #: of a dataset: a chosen and a rejected response; one response with a label; or several with scores
 Kind = Literal["pairs", "labels", "lists"]
+#: what a model scores: the tokens that the mask names, all tokens but the first, or the sequence as a whole at its end
+Scored = Literal["response", "all", "end"]
 
 
 class Response(NamedTuple):
@@ -59,14 +61,17 @@ class Example:
         return self.responses[1]
 
 
-def scored_positions(prompt: TokenIds, response: Response, *, with_prompt: bool = False) -> npt.NDArray[np.int64]:
-    """Return the positions of the scored tokens in prompt + response, from 0.
+def scored_positions(prompt: TokenIds, response: Response, scored: Scored = "response") -> npt.NDArray[np.int64]:
+    """Return the positions of the scored tokens in prompt + response, from 0; `end` is the one after the last token.
 
-    `with_prompt` scores all tokens but the first, which nothing predicts, whatever the mask.
+    What scores a position is the hidden state before it. Only `response` reads the mask.
     """
     ids, mask = response.ids, response.mask
-    if with_prompt:
-        return np.arange(1, len(prompt) + len(ids))
+    length = len(prompt) + len(ids)
+    if scored == "all":
+        return np.arange(1, length)
+    if scored == "end":
+        return np.array([length])
     return len(prompt) + (np.arange(len(ids)) if mask is None else np.flatnonzero(mask))
 
 

@@ -57,6 +57,8 @@ class ModelSpec(Generic[Settings]):
     seed: int = 0
     # the reference is updated towards the policy during training, so both must be on this engine
     is_synced: bool = False
+    # the policy has a head for rewards, in place of the LM head
+    is_reward_model: bool = False
     # of the policy alone
     trained: TrainedParts = field(default_factory=TrainedParts)
     # LoRA modules that a frozen model has
@@ -113,6 +115,7 @@ class ModelSpec(Generic[Settings]):
             "dtype": DTYPES[self.master_dtype],
             "attn_implementation": transformers_attention(self.attn_implementation),
             "trust_remote_code": self.trust_remote_code,
+            "is_reward_model": self.is_reward_model,
         }
 
 

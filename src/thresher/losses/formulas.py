@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -311,6 +311,27 @@ class SimPO(Loss):
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return -F.logsigmoid(pairs.shifted(self.beta * pairs.mean_logps.margin) - self.gamma)
+
+
+@register("bradley_terry", paper="2203.02155", supports=["margin", "weight"], needs_reference=False)
+class BradleyTerry(Loss):
+    """Train a reward model: a model whose head gives each response one number.
+
+    -logsig(s_w - s_l - m) + c (s_w + s_l)^2: Eq. 1 of InstructGPT (2203.02155), with the margin column m (Llama 2,
+    2307.09288, Eq. 2) and the centring term of 2312.09244 (Eq. 2), whose c is center_rewards_coefficient.
+    """
+
+    trains_rewards: ClassVar[bool] = True
+    center_rewards_coefficient: float = parameter(0.0, NON_NEGATIVE)
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        loss = -F.logsigmoid(pairs.shifted(pairs.logps.margin))
+        if not self.center_rewards_coefficient:
+            return loss
+        return loss + self.center_rewards_coefficient * (pairs.logps.chosen + pairs.logps.rejected).square()
+
+    def rewards(self, pairs: PairScores) -> ChosenRejected:
+        return pairs.logps
 
 
 @register("alphapo", paper="2501.03884", supports=LOGIT_MODIFIERS, needs_reference=False)

@@ -69,6 +69,12 @@ class Objective:
                 "single responses with a label; use losses of one kind (`thresher losses` lists them), or join "
                 "labelled rows to pairs with actor_train.data_args.join_labelled=true"
             )
+        without_rewards = [loss.name for loss, _ in self.terms if not loss.trains_rewards]
+        if self.trains_rewards and (without_rewards or self.rpo_alpha):
+            other = without_rewards[0] if without_rewards else "rpo_alpha"
+            raise UserError(
+                f"bradley_terry trains a reward model, which has no log-probabilities for {other}; train it alone"
+            )
         if self.reads != "pairs" and (self.rpo_alpha or self.wpo):
             raise UserError(f"rpo_alpha and use_wpo need a loss on pairs, got {' + '.join(names)}; turn them off")
         FDivergence(self.f_divergence, self.f_alpha_divergence_coef)
@@ -103,6 +109,11 @@ class Objective:
         """What the losses read; pairwise losses read the comparisons of a list too."""
         kinds = {loss.reads for loss, _ in self.terms}
         return "labels" if self.reads_labels or "labels" in kinds else "lists" if "lists" in kinds else "pairs"
+
+    @property
+    def trains_rewards(self) -> bool:
+        """True if the policy is a reward model."""
+        return any(loss.trains_rewards for loss, _ in self.terms)
 
     @property
     def reads_mismatched(self) -> bool:
@@ -183,6 +194,8 @@ class Objective:
             metrics.update(compute_metrics(compared.inputs, self._rewards(scores), compared.is_valid))
             metrics.update(entropy_metric(inputs.policy))
             metrics.update(self._state_metrics(scores, compared.is_valid))
+            if self.trains_rewards:  # the others describe log-probabilities
+                metrics = {name: metric for name, metric in metrics.items() if name.startswith(("loss", "rewards/"))}
         return per_pair, metrics
 
     def _of_labels(self, inputs: ObjectiveInputs) -> tuple[Tensor, dict[str, MetricSum]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from thresher.data.example import ExampleBatch, scored_positions
+from thresher.data.example import ExampleBatch, Scored, scored_positions
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.loading.trained import widened_matrices
@@ -39,14 +39,15 @@ def check_logps(model: PairModel, layout: Layout, batch: ExampleBatch) -> None:
     # hooks on compiled layers would cause a recompilation
     with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm), computing_in_storage_precision(exact):
         logps, layers = _pair_forward(exact, layout, inputs)
-        expected, expected_layers = _original_forward(exact, batch, scores_prompt=layout.scores_prompt)
+        expected, expected_layers = _original_forward(exact, batch, layout.scored)
     distance = (logps - expected).abs().mean().item() if len(expected) else 0.0
     if not distance <= TOLERANCES[exact.compute_dtype]:
         error = LayoutError if layout.needs_pair_attention else UserError
+        what, unit = ("rewards", "on average") if model.is_reward_model else ("log-probabilities", "nats per token")
         hint = "use layout=padded" if layout.needs_pair_attention else "this model family is not supported"
         raise error(
-            f"log-probabilities of layout `{layout.name}` differ from the model's original forward by {distance:.2g} "
-            f"nats per token (model family `{family_of(model)}`, first divergence "
+            f"{what} of layout `{layout.name}` differ from the model's original forward by {distance:.2g} "
+            f"{unit} (model family `{family_of(model)}`, first divergence "
             f"{_first_divergent_layer(layers, expected_layers)}); {hint}"
         )
 
@@ -72,21 +73,25 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
     return torch.cat([side.values for side in logps.sides]), layers
 
 
-def _original_forward(model: PairModel, batch: ExampleBatch, *, scores_prompt: bool) -> tuple[Tensor, list[Tensor]]:
+def _original_forward(model: PairModel, batch: ExampleBatch, what: Scored) -> tuple[Tensor, list[Tensor]]:
     """Return the same from the original forward: one sequence at a time, logits of the scored positions only."""
     logps, layers = [], []
     for prompt, response in batch.sequences():
-        scored = scored_positions(prompt, response, with_prompt=scores_prompt)
+        scored = scored_positions(prompt, response, what)
         rows = torch.from_numpy(scored - 1).to(model.device)
+        keeps = {} if model.is_reward_model else {"logits_to_keep": rows}
         ids = torch.from_numpy(np.concatenate([prompt, response.ids]).astype(np.int64)).to(model.device)
         with (
             original_forward(model.causal_lm),
             model.precision(model.device),
             _layer_outputs(model.backbone) as outputs,
         ):
-            logits = model.causal_lm(input_ids=ids[None], logits_to_keep=rows, use_cache=False).logits[0]
-        logits = logits if len(logits) == len(rows) else logits[rows]
-        logps.append(logits.float().log_softmax(-1).gather(1, ids[rows + 1][:, None]).squeeze(1))
+            logits = model.causal_lm(input_ids=ids[None], use_cache=False, **keeps).logits[0]
+        if model.is_reward_model:
+            logps.append(logits.float())
+        else:
+            logits = logits if len(logits) == len(rows) else logits[rows]
+            logps.append(logits.float().log_softmax(-1).gather(1, ids[rows + 1][:, None]).squeeze(1))
         layers.append([output[rows] for output in outputs])
     return torch.cat(logps), [torch.cat(outputs) for outputs in zip(*layers, strict=True)]
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from thresher.data.example import Example, ExampleBatch, TokenIds, scored_positions
+from thresher.data.example import Example, ExampleBatch, Response, Scored, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.attention.segments import KeptRows, PackedAttention, Segment
 from thresher.models.loading.load import soft_caps_scores
 
 VARLEN = "varlen"  # `attn_implementation` of packed rows; all others are transformers'
 LayoutName = Literal["auto", "shared", "packed", "padded"]
+_NO_TARGET = np.zeros(1, dtype=np.int32)  # of a score at the end of a sequence
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 Rows = npt.NDArray[np.int64]
 
@@ -91,7 +92,7 @@ class PackedLayout:
 
     shares_prompt: bool
     vocab_size: int | None = None  # of the smallest vocabulary; None: not known
-    scores_prompt: bool = False  # all tokens but the first are scored, and not only the responses
+    scored: Scored = "response"
     uses_varlen: bool = False  # `attn_implementation: varlen`
     # several sequences share a row, which plain causal attention would mix
     needs_pair_attention: ClassVar[bool] = True
@@ -101,16 +102,16 @@ class PackedLayout:
         return "shared" if self.shares_prompt else "packed"
 
     def collate(self, batch: ExampleBatch) -> ModelInputs:
-        """Concatenate the pairs; the last token of a response predicts nothing and is omitted."""
+        """Concatenate the pairs; the last token of a response is omitted if it predicts nothing."""
         _check_tokens(batch, self.vocab_size)
         row = _PackedRow([], [], [], [])
         scored = _ScoredTokens(batch)
         for index, pair in enumerate(batch.pairs):
             packed = self._pack_shared(row, pair) if self.shares_prompt else self._pack_separate(row, pair)
             for side, (rows, response) in enumerate(zip(packed, pair.responses, strict=True)):
-                positions = scored_positions(pair.prompt_ids, response, with_prompt=self.scores_prompt)
+                positions = scored_positions(pair.prompt_ids, response, self.scored)
                 # the row of a token predicts the next token of its sequence
-                targets = np.concatenate([pair.prompt_ids, response.ids])[positions]
+                targets = np.concatenate([pair.prompt_ids, response.ids, _NO_TARGET])[positions]
                 scored.by_side[side][index] = rows[positions - 1], targets
         scored_rows = scored.rows
         kept, scored_in_kept = _rows_to_keep(row.segments, scored_rows, self.uses_varlen)
@@ -133,15 +134,14 @@ class PackedLayout:
             scored_in_kept=torch.from_numpy(scored_in_kept),
         )
 
-    @staticmethod
-    def _pack_shared(row: _PackedRow, pair: Example) -> list[Rows]:
+    def _pack_shared(self, row: _PackedRow, pair: Example) -> list[Rows]:
         """Append the prompt and the responses; return the rows of each response's sequence."""
         prompt_length = len(pair.prompt_ids)
         start = row.add(pair.prompt_ids, 0, weight=len(pair.responses))
         prompt = np.arange(start, start + prompt_length)  # the rows that all responses share
         sequences = []
         for number, response in enumerate(pair.responses):
-            first = row.add(response.ids[:-1], prompt_length)
+            first = row.add(self._computed(response), prompt_length)
             sequences.append(np.concatenate([prompt, np.arange(first, row.length)]))
             if number == 0:
                 row.segments.append(Segment(start, row.length))
@@ -149,15 +149,17 @@ class PackedLayout:
                 row.segments.append(Segment(first, row.length, start, start + prompt_length))
         return sequences
 
-    @staticmethod
-    def _pack_separate(row: _PackedRow, pair: Example) -> list[Rows]:
+    def _pack_separate(self, row: _PackedRow, pair: Example) -> list[Rows]:
         sequences = []
         for response in pair.responses:
             start = row.add(pair.prompt_ids, 0)
-            row.add(response.ids[:-1], len(pair.prompt_ids))
+            row.add(self._computed(response), len(pair.prompt_ids))
             row.segments.append(Segment(start, row.length))
             sequences.append(np.arange(start, row.length))
         return sequences
+
+    def _computed(self, response: Response) -> TokenIds:
+        return response.ids if self.scored == "end" else response.ids[:-1]
 
 
 class _ScoredTokens:
@@ -218,7 +220,7 @@ class PaddedLayout:
 
     pad_id: int
     vocab_size: int | None = None  # of the smallest vocabulary
-    scores_prompt: bool = False
+    scored: Scored = "response"
     name: ClassVar[str] = "padded"
     shares_prompt: ClassVar[bool] = False
     needs_pair_attention: ClassVar[bool] = False
@@ -241,12 +243,14 @@ class PaddedLayout:
             input_ids[row, : len(prompt)] = prompt
             input_ids[row, len(prompt) : end] = response.ids
             attention_mask[row, :end] = 1
-            positions = scored_positions(prompt, response, with_prompt=self.scores_prompt)
+            positions = scored_positions(prompt, response, self.scored)
             # the hidden state at t predicts the token at t + 1
-            scored.by_side[side][index] = row * width + positions - 1, input_ids[row, positions].astype(np.int32)
+            targets = np.append(input_ids[row], _NO_TARGET)[positions].astype(np.int32)
+            scored.by_side[side][index] = row * width + positions - 1, targets
         num_useful = int(attention_mask.sum())
-        # the last token of each sequence predicts nothing
-        row_weights = np.pad(attention_mask[:, 1:], ((0, 0), (0, 1)))
+        row_weights = attention_mask
+        if self.scored != "end":  # the last token of each sequence predicts nothing
+            row_weights = np.pad(attention_mask[:, 1:], ((0, 0), (0, 1)))
         return ModelInputs(
             model_inputs={
                 "input_ids": torch.from_numpy(input_ids),
@@ -272,7 +276,7 @@ def choose_layout(
     attn_implementation: str | None,
     pad_id: int | None,  # only for padded rows
     *,
-    scores_prompt: bool = False,
+    scored: Scored = "response",
 ) -> tuple[Layout, str | None]:
     """Return the fastest layout that all models support and, if packing is not possible, a line that says why."""
     requested_kernel = transformers_attention(attn_implementation)
@@ -287,10 +291,10 @@ def choose_layout(
                 "token with actor_train.model_args.pad_token"
             )
         note = None if reason is None else f"using layout padded: {reason}"
-        return PaddedLayout(pad_id, vocab_size, scores_prompt), note
+        return PaddedLayout(pad_id, vocab_size, scored), note
     if reason is not None:
         raise UserError(f"layout {requested} is not possible: {reason}; use layout=auto or layout=padded")
-    return PackedLayout(requested != "packed", vocab_size, scores_prompt, attn_implementation == VARLEN), None
+    return PackedLayout(requested != "packed", vocab_size, scored, attn_implementation == VARLEN), None
 
 
 def transformers_attention(attn_implementation: str | None) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -118,6 +119,18 @@ def slice_width(vocab: int, num_rows: int, *, on_gpu: bool) -> int:
     width = -(-vocab // count)
     # whole tiles of a matrix product: kernels for other widths are slower
     return width if width < _TILE else min(vocab, -(-width // _TILE) * _TILE)
+
+
+@dataclass(frozen=True)
+class RewardHead:
+    """The projection of a reward model from a hidden state to one number."""
+
+    weight: Tensor  # [1, hidden]
+
+    def rewards(self, rows: Tensor) -> Tensor:
+        """[num_rows, hidden] -> [num_rows], in fp32 or wider: differences of rewards are small."""
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        return F.linear(rows.to(dtype), self.weight.to(dtype)).squeeze(1)
 
 
 def target_logps_and_entropy(
@@ -269,7 +282,7 @@ class ScoredTokens(NamedTuple):
 
 
 def score_rows(
-    head: LMHead,
+    head: LMHead | RewardHead,
     states: Tensor,  # [rows, hidden], with context_parallel this process's sequence shard
     rows: Tensor,  # [num_scored] the row of the full sequence that predicts each target
     targets: Tensor,
@@ -277,15 +290,19 @@ def score_rows(
     context_parallel: ContextParallel | None = None,
     statistics: TokenStatistics = NO_STATISTICS,
 ) -> ScoredTokens:
-    """Return the logp of each target and the requested statistics at each row."""
+    """Return the logp of each target and the requested statistics at each row, or the reward."""
     count = len(targets)
     if context_parallel is not None:  # on the host, because the number of rows depends on their values
         index, rows = context_parallel.local_scored_rows(rows, len(states))
         targets, index = targets[index], copy_to_device(index, states.device)
     rows, targets = copy_to_device(rows, states.device), copy_to_device(targets, states.device)
     scored = states.index_select(0, rows)
-    logps, entropy = target_logps_and_entropy(head, scored, targets, with_entropy=statistics.entropy)
-    squared_probs = log_sum_squared_probs(head, scored) if statistics.squared_probs else None
+    entropy, squared_probs = None, None
+    if isinstance(head, RewardHead):
+        logps = head.rewards(scored)
+    else:
+        logps, entropy = target_logps_and_entropy(head, scored, targets, with_entropy=statistics.entropy)
+        squared_probs = log_sum_squared_probs(head, scored) if statistics.squared_probs else None
     if context_parallel is None:
         return ScoredTokens(logps, squared_probs, entropy)
     gather = partial(context_parallel.all_gather_logps, index=index, count=count)

@@ -23,7 +23,15 @@ from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
 from thresher.models.layouts import Layout, ModelInputs, pad_to_multiple
-from thresher.models.lm_head import LMHead, ScoredTokens, VocabParallel, logit_transform, score_rows, split_sides
+from thresher.models.lm_head import (
+    LMHead,
+    RewardHead,
+    ScoredTokens,
+    VocabParallel,
+    logit_transform,
+    score_rows,
+    split_sides,
+)
 from thresher.models.loading.load import soft_caps_scores
 from thresher.models.loading.trained import widest_dtype
 from thresher.models.optimizations.llama_layers import (
@@ -31,7 +39,7 @@ from thresher.models.optimizations.llama_layers import (
     skip_unscored_rows,
     use_memory_efficient_layers,
 )
-from thresher.models.pipeline_chunk import Chunk, decoder_of
+from thresher.models.pipeline_chunk import Chunk, decoder_of, head_of
 from thresher.models.router import ExpertLoad
 
 
@@ -72,7 +80,7 @@ class PairModel:
         model = base_model(causal_lm)
         attach_pair_forward(model)
         if calls_head:
-            attach_pair_forward(model.get_output_embeddings())
+            attach_pair_forward(head_of(model))
         if not layout.needs_pair_attention:
             return cls(causal_lm, compute_dtype, engine=engine, calls_head=calls_head, compute_device=device)
         register_pair_attention()
@@ -163,14 +171,14 @@ class PairModel:
     def _logps(self, batch: ModelInputs, hidden: Tensor, statistics: TokenStatistics) -> ScoredTokens:
         request = partial(self._head_logps, batch, statistics)
         if self.calls_head:
-            out: ScoredTokens = self.base_model.get_output_embeddings()(hidden, pair_request=request)
+            out: ScoredTokens = head_of(self.base_model)(hidden, pair_request=request)
             return out
         return request(hidden)
 
     def _head_logps(self, batch: ModelInputs, statistics: TokenStatistics, hidden: Tensor) -> ScoredTokens:
         in_kept = None if self._kept_rows(batch) is None else batch.scored_in_kept
         return score_rows(
-            self._lm_head(hidden.dtype),
+            self._head(hidden.dtype),
             hidden.reshape(-1, hidden.shape[-1]),
             batch.scored_rows if in_kept is None else in_kept,
             batch.targets,
@@ -200,10 +208,16 @@ class PairModel:
         """Return the rows that the last layer computes; None: all."""
         return batch.kept if self.skips_unscored_rows and len(batch.scored_rows) else None
 
-    def _lm_head(self, hidden_dtype: torch.dtype) -> LMHead:
+    @property
+    def is_reward_model(self) -> bool:
+        return hasattr(self.base_model, "score")
+
+    def _head(self, hidden_dtype: torch.dtype) -> LMHead | RewardHead:
         """Return this process's shard of the head, which computes in fp64 if hidden states are fp64."""
-        head: nn.Linear = self.base_model.get_output_embeddings()
+        head: nn.Linear = head_of(self.base_model)
         weight, bias = head.weight, head.bias
+        if self.is_reward_model:
+            return RewardHead(to_local(weight))
         vocab_parallel = None
         if isinstance(weight, DTensor):
             vocab_parallel = VocabParallel(local_slices(weight)[0].start, weight.device_mesh.get_group())

@@ -33,6 +33,19 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return decoder.model if hasattr(decoder, "lm_head") and hasattr(decoder, "model") else decoder
 
 
+def head_of(model: PreTrainedModel) -> Any:
+    """Return the LM head, or the head of a reward model."""
+    return model.score if hasattr(model, "score") else model.get_output_embeddings()
+
+
+def remove_head(model: PreTrainedModel) -> None:
+    """Leave the head to a different pipeline stage."""
+    if hasattr(model, "score"):
+        model.score = IdentityModule()
+    else:
+        model.set_output_embeddings(IdentityModule())
+
+
 def local_layers(decoder: nn.Module, setting: str, hint: str) -> list[nn.Module]:
     """Return the layers that this process computes; `setting` and `hint` go into the error if there are no layers."""
     if not getattr(decoder, "layers", None):

@@ -102,9 +102,10 @@ def rows_of_batches(lengths: Lengths, batches: Sequence[npt.NDArray[np.int64]], 
     count = num_sequences(lengths[order])
     sequences = (prompt[:, None] + responses) * (responses > 0)
     useful = sequences.sum(axis=1)
-    scored = useful - count if layout.scores_prompt else responses.sum(axis=1)
+    scored = {"response": responses.sum(axis=1), "all": useful - count, "end": count}[layout.scored]
     if layout.needs_pair_attention:
-        total, attended = useful - count, _causal(sequences - 1).sum(axis=1)
+        omitted = layout.scored != "end"  # the last token of each sequence
+        total, attended = useful - omitted * count, _causal(sequences - omitted).sum(axis=1)
         if layout.shares_prompt:
             total, attended = total - (count - 1) * prompt, attended - (count - 1) * _causal(prompt)
     else:

@@ -37,6 +37,11 @@ class SampledPrompt:
     policy: Answer
     reference: Answer
     log_ratio: float  # log of policy over reference on the policy's answer, summed over tokens
+    prompt_ids: tuple[int, ...] = ()  # with the generation prompt of the chat template
+
+    @property
+    def answers(self) -> tuple[Answer, Answer]:
+        return self.policy, self.reference
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class FunctionJudge:
     def verdicts(self, samples: Sequence[SampledPrompt]) -> list[Verdict]:
         if self.compares:
             return compare_answers(samples, self._compare)
-        return [from_scores(*(self._score(s.prompt, each.text) for each in (s.policy, s.reference))) for s in samples]
+        return [from_scores(*(self._score(s.prompt, each.text) for each in s.answers)) for s in samples]
 
     def _score(self, prompt: str, answer: str) -> float:
         value = self._call(prompt, answer)

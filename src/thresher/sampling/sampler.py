@@ -166,6 +166,7 @@ class AnswerSampler:
                     to_answer(tokenizer, answer, end_ids),
                     to_answer(tokenizer, other, end_ids),
                     policy_logp - reference_logp,
+                    prompt.token_ids,
                 )
                 for prompt, answer, other, policy_logp, reference_logp in zip(
                     prompts, answers, others, policy_logps, reference_logps, strict=True

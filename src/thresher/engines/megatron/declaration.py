@@ -187,5 +187,6 @@ TRAIN = StrategyDeclaration(
     install="pip install 'thresher[megatron]'",
     needs_gpu=True,
     modules=("megatron.core",),
+    reward_models=False,
 )
 INFER = replace(TRAIN, build_train=None)

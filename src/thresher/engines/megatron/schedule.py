@@ -85,7 +85,7 @@ class ScheduleExecutor:
         No process has the model of transformers, whose forward other engines compare with. Context parallelism does not
         shard padded rows, so its all-to-all is checked too.
         """
-        padded = PaddedLayout(pad_id=0, scores_prompt=self.layout.scores_prompt)
+        padded = PaddedLayout(pad_id=0, scored=self.layout.scored)
         distance = distance_to_single_pairs(self.score(batch), replace(self, layout=padded), batch)
         if not distance <= TOLERANCES[self.chunks[0].config.params_dtype]:
             has_cp = self.chunks[0].groups.context_parallel is not None  # which the padded layout does not allow

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.models.loading.trained import widest_dtype
-from thresher.models.pipeline_chunk import decoder_of, local_layers
+from thresher.models.pipeline_chunk import decoder_of, head_of, local_layers
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:
 
     The backward of an embedding reads no weight. The head's backward follows its forward, so it stays gathered.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), head_of(model)
     has_embedding, has_head = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
     if has_embedding and has_head and embedding.weight is head.weight:
         return [_Group([embedding, head], reshards_after_forward=False, is_rounded=False)]

@@ -24,7 +24,14 @@ from thresher.engines.native.fsdp import GradientSync, apply_fsdp
 from thresher.engines.native.tensor_parallel import apply_tensor_parallel
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import allocate, load_local_shards
-from thresher.models.pipeline_chunk import Chunk, IdentityModule, check_accepts_hidden_states, decoder_of
+from thresher.models.pipeline_chunk import (
+    Chunk,
+    IdentityModule,
+    check_accepts_hidden_states,
+    decoder_of,
+    head_of,
+    remove_head,
+)
 
 # not pp: a stage holds different parameters, not shards of the same ones
 _SHARDING_DIMS = ("dp_replicate", "shard", "tp")
@@ -141,7 +148,7 @@ def _keep_stage_layers(model: PreTrainedModel, pipeline: Group, virtual_pp_size:
         Chunk(index, layers[index], is_last=index == num_chunks - 1)
         for index in range(pipeline.rank, num_chunks, pipeline.size)
     )
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding, head = model.get_input_embeddings().weight, head_of(model).weight
     tied = frozenset(name for name, parameter in model.named_parameters() if parameter is embedding is head)
     stage = PipelineStageInfo(pipeline, chunks, tied)
     for number in range(len(decoder.layers)):
@@ -149,7 +156,7 @@ def _keep_stage_layers(model: PreTrainedModel, pipeline: Group, virtual_pp_size:
             decoder.layers[number] = IdentityModule()
     if not stage.is_last:
         decoder.norm = IdentityModule()
-        model.set_output_embeddings(IdentityModule())
+        remove_head(model)
         # the head that the embedding is tied to is on the last stage
         model._tied_weights_keys = {}
     if not (pipeline.rank == 0 or (stage.is_last and tied)):

@@ -106,7 +106,7 @@ class PipelineExecutor:
         """Raise UserError on every stage if the logps differ from the original layers."""
         model = in_storage_precision(self.model)
         original = _OriginalForwardModel(model.causal_lm, model.compute_dtype)
-        padded = PaddedLayout(pad_id=0, scores_prompt=self.layout.scores_prompt)
+        padded = PaddedLayout(pad_id=0, scored=self.layout.scored)
         with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm), computing_in_storage_precision(model):
             # without settings: hidden states are sent as they are stored
             ours = replace(self, model=model, settings=FSDP2Settings()).score(batch)

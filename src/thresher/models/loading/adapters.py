@@ -19,6 +19,7 @@ from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import copy_shard
 from thresher.models.loading.weight_files import find_file, missing_tensor, open_safetensors
+from thresher.models.pipeline_chunk import head_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # settings of LoRA that change what an adapter computes, and are applied
@@ -149,7 +150,8 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=dropout,
         target_modules="all-linear" if target == ["all-linear"] else target,
-        task_type="CAUSAL_LM",
+        task_type=None if hasattr(model, "score") else "CAUSAL_LM",
+        exclude_modules=["score"] if hasattr(model, "score") else None,
         init_lora_weights=lora.init if lora.starts_from_weights and not next(model.parameters()).is_meta else True,
     )
     with torch.random.fork_rng(devices=[]):
@@ -161,7 +163,9 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: fl
     """Freeze a model and add the trainable modules of an adapter on disk; `AdapterFiles.load` sets their values."""
     from peft import LoraConfig
 
-    config = LoraConfig(**adapter.settings, lora_dropout=dropout, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        **adapter.settings, lora_dropout=dropout, task_type=None if hasattr(model, "score") else "CAUSAL_LM"
+    )
     return _attach(model, config, [str(adapter.settings.get("target_modules"))])
 
 
@@ -174,7 +178,7 @@ def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Mo
     except ValueError as error:
         raise UserError(_matches_nothing(model, target)) from error
     # logps use the head's weight directly, so an adapter on it would never be trained
-    if any("lora_" in name for name, _ in model.get_output_embeddings().named_parameters()):
+    if any("lora_" in name for name, _ in head_of(model).named_parameters()):
         raise UserError(f"lora_target {list(target)} matches the LM head, which cannot have an adapter; exclude it")
     return adapted
 
@@ -222,7 +226,7 @@ def adapter_disabled(model: Any) -> AbstractContextManager[None]:
 def merge_adapter(model: Any) -> PreTrainedModel:
     """Merge the adapters into the base weights; an LM head that is tied to an adapted embedding becomes untied."""
     base: Any = model.get_base_model()
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    embedding, head = base.get_input_embeddings(), head_of(base)
     is_adapted = any("lora_" in name for name, _ in embedding.named_parameters())
     if is_adapted and embedding.weight is head.weight:
         # the adapter changes the embedding only; merged into the shared weight, it would change the head too

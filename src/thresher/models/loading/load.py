@@ -18,6 +18,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -35,6 +36,8 @@ from thresher.models.loading.weight_files import (
     wrong_shape,
 )
 
+# the head of a reward model; a causal language model lacks it, and training then starts from zeros
+REWARD_HEAD = "score.weight"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # far beyond every model
 _LARGEST_SIZES = {
@@ -111,14 +114,16 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    is_reward_model: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model with dropout disabled."""
+    """Load a causal language model, or a reward model, with dropout disabled."""
     directory, arguments = locate_model(path)
     is_gguf = "gguf_file" in arguments
     config = load_model_config(path, trust_remote_code=trust_remote_code)  # rejects what would run foreign code
+    auto_class = class_to_load(config, is_reward_model=is_reward_model)
     find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
     with translate_load_errors("model", path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation=attn_implementation,
@@ -127,14 +132,24 @@ def load_model(
             ignore_mismatched_sizes=True,  # reported below
             output_loading_info=True,
             # transformers would read the file again for its config, several times
-            **({"config": config} if is_gguf else {}),
+            **({"config": config} if is_gguf or is_reward_model else {}),
             **arguments,
         )
     model: PreTrainedModel = loaded[0]
     _check_loaded(model, path, report=loaded[1])
     if is_gguf:
         model = _without_quantization(model, dtype)
+    if REWARD_HEAD in loaded[1]["missing_keys"]:
+        nn.init.zeros_(model.get_parameter(REWARD_HEAD))
     return without_dropout(with_soft_caps(model, attn_implementation))
+
+
+def class_to_load(config: PreTrainedConfig, *, is_reward_model: bool) -> Any:
+    """Return transformers' automatic class for a model, whose config then describes a head of the right size."""
+    if not is_reward_model:
+        return AutoModelForCausalLM
+    config.num_labels = 1
+    return AutoModelForSequenceClassification
 
 
 def with_soft_caps(model: PreTrainedModel, requested: str | None) -> PreTrainedModel:
@@ -153,7 +168,7 @@ def _check_loaded(model: PreTrainedModel, path: str, report: Mapping[str, Any]) 
     """Reject weights that transformers reports as initialized at random, or would untie against the config."""
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise wrong_shape(path, name, stored, expected)
-    for name in sorted(report["missing_keys"]):
+    for name in sorted(set(report["missing_keys"]) - {REWARD_HEAD}):
         raise missing_tensor(path, name)
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(name) is not model.get_parameter(other):
@@ -192,6 +207,15 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, pad_token: str | None, pat
     # padding is masked and never scored, so EOS may be used for it; the tokenizer keeps having no pad token then
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return None if pad_id is None else int(pad_id)
+
+
+def pad_apart_from_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Pad with a special token that ends no response: transformers takes the reward at the last token that is no pad.
+
+    Without such a token there is no pad token, and the model scores one sequence at a time.
+    """
+    candidates = [tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
+    tokenizer.pad_token = next((each for each in candidates if each not in (None, tokenizer.eos_token)), None)
 
 
 def _check_sizes(path: str) -> None:
@@ -245,7 +269,7 @@ def _without_quantization(model: PreTrainedModel, dtype: torch.dtype) -> PreTrai
     values.pop("quantization_config", None)
     config = AutoConfig.for_model(**values)
     config._attn_implementation = model.config._attn_implementation
-    rebuilt: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    rebuilt: PreTrainedModel = type(model)._from_config(config, dtype=dtype)
     rebuilt.load_state_dict(model.state_dict())
     rebuilt.generation_config = model.generation_config
     return rebuilt

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -24,7 +24,14 @@ from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.run_on_all import divide_by_size, run_on_all
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
-from thresher.models.loading.load import load_model_config, translate_load_errors, with_soft_caps, without_dropout
+from thresher.models.loading.load import (
+    REWARD_HEAD,
+    class_to_load,
+    load_model_config,
+    translate_load_errors,
+    with_soft_caps,
+    without_dropout,
+)
 from thresher.models.loading.location import hub_arguments
 from thresher.models.loading.weight_files import (
     differently_tied,
@@ -41,17 +48,31 @@ _ROWS_AT_ONCE = 4096
 
 
 def build_on_meta(
-    path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    is_reward_model: bool = False,
 ) -> PreTrainedModel:
     """Build a model on the meta device to read its shards; reject one that cannot be sharded."""
     find_files_to_shard(path)
     return build_without_weights(
-        path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        is_reward_model=is_reward_model,
     )
 
 
 def build_to_share(
-    path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    is_reward_model: bool = False,
 ) -> PreTrainedModel | None:
     """Build a model on the meta device whose replicas can read it together; None if transformers must load it."""
     config = load_model_config(path, trust_remote_code=trust_remote_code)
@@ -59,7 +80,11 @@ def build_to_share(
     if runs_code or not has_plain_tensors(path):
         return None
     model = build_without_weights(
-        path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        is_reward_model=is_reward_model,
     )
     # transformers loads some modules in a different precision
     in_fp32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
@@ -68,15 +93,21 @@ def build_to_share(
 
 
 def build_without_weights(
-    path: str, *, dtype: torch.dtype, attn_implementation: str | None = None, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    is_reward_model: bool = False,
 ) -> PreTrainedModel:
     """Build a model whose parameters are on the meta device; buffers are real."""
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     revision = hub_arguments(path)[1].get("revision")
-    runs_code = trust_remote_code and AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
+    auto_class = class_to_load(config, is_reward_model=is_reward_model)
+    runs_code = trust_remote_code and auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     code = {"code_revision": revision} if runs_code and revision is not None else {}
     with translate_load_errors("model", path), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **code
         )
     model.tie_weights()
@@ -123,7 +154,9 @@ def load_local_shards(
         stored = [*named, *_stored_buffers(model, reader)]
         readers = divide_by_size([to_local(tensor).numel() for _, tensor in stored], replicas.size)
         for (name, tensor), rank in zip(stored, readers, strict=True):
-            if rank == replicas.rank:
+            if _is_new_head(name, reader):
+                to_local(tensor).zero_()
+            elif rank == replicas.rank:
                 reader.read(name, tensor)
             else:
                 reader.find(name, tuple(tensor.shape))
@@ -168,7 +201,9 @@ def _convert_shards(model: PreTrainedModel, path: str, device: torch.device) -> 
                 "name other modules as actor_train.model_args.lora_target, such as q_proj, or set "
                 "actor_train.strategy_args.strategy_config.dp_replicate to the number of workers"
             )
-        if ".lora_" not in name and name not in tied and not any(re.search(pattern, name) for pattern in optional):
+        if name.endswith(REWARD_HEAD):
+            nn.init.zeros_(to_local(model.get_parameter(name)))
+        elif ".lora_" not in name and name not in tied and not any(re.search(pattern, name) for pattern in optional):
             raise missing_tensor(path, name)
     model.tie_weights()
     for name, parameter in model.named_parameters():
@@ -194,7 +229,13 @@ def _broadcast(values: Tensor, source: int, group: Group, device: torch.device) 
 def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
     """Whether the files have each parameter as it is: experts may be stored one by one, and loaded as one tensor."""
     reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False)
-    return all(reader.has(_stored_name(name)) for name, _ in model.named_parameters() if ".lora_" not in name)
+    names = [_stored_name(name) for name, _ in model.named_parameters() if ".lora_" not in name]
+    return all(reader.has(name) or _is_new_head(name, reader) for name in names)
+
+
+def _is_new_head(name: str, reader: SafetensorsReader) -> bool:
+    """Whether a reward model starts from a causal language model, which has no such head."""
+    return name == REWARD_HEAD and not reader.has(name)
 
 
 def load_modules(
@@ -208,8 +249,9 @@ def load_modules(
     for module in reversed(list(model.modules())):  # children before their parents
         for name, empty in list(module.named_parameters(recurse=False)):
             if empty.is_meta and empty not in loaded:
-                values = torch.empty_like(empty, device=device)
-                reader.read(_stored_name(names[empty]), values)
+                values, stored = torch.zeros_like(empty, device=device), _stored_name(names[empty])
+                if not _is_new_head(stored, reader):
+                    reader.read(stored, values)
                 loaded[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
             if empty.is_meta:
                 module.register_parameter(name, loaded[empty])

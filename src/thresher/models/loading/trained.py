@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, LoraSettings, attach_adapter, attach_lora, init_adapters
-from thresher.models.pipeline_chunk import decoder_of
+from thresher.models.pipeline_chunk import decoder_of, head_of
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,15 @@ class TrainedParts:
         """Add adapters, with frozen matrices in `frozen_dtype`, or freeze the named modules; on the meta device too."""
         if self.frozen_prefixes:
             freeze_modules(model, self.frozen_prefixes)
+        is_reward_model = hasattr(model, "score")
         if self.adapter is not None:
             module = attach_adapter(model, self.adapter, dropout=self.lora_dropout)
         elif self.lora is not None:
             module = attach_lora(model, self.lora, dropout=self.lora_dropout)
         else:
             return model
+        if is_reward_model:
+            head_of(model).requires_grad_(True)
         if frozen_dtype is not None:
             narrow_frozen_matrices(decoder_of(model), frozen_dtype)
         return module
