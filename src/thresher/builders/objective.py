@@ -18,6 +18,11 @@ def build_objective(config: DPOConfig) -> Objective:
     """Pass each given parameter to the losses that have it."""
     weights = config.loss_weights
     parameters = config.given_parameters
+    if trains_rewards(config):
+        if config.samples is not None:
+            raise UserError("samples is not possible with bradley_terry: a reward model writes no answers; remove it")
+        if not config.apply_loss_mask:
+            raise UserError("apply_loss_mask has no effect on bradley_terry, which scores whole responses; remove it")
     # gamma is SimPO's and AlphaPO's target margin; other losses get the same term in their logit
     has_gamma = any("gamma" in parameter_defaults(name) for name in weights)
     margin = 0.0 if has_gamma else parameters.pop("gamma", 0.0)

@@ -52,8 +52,8 @@ class Zero:
         )
 
     def policy(self, case: Case, path: Path) -> TrainEngine:
-        layout, args = LAYOUTS[case.layout], case.model_args
-        return self._policy(path, layout, case.dtype, case.training, case.trained, model_args=args)
+        settings = {"model_args": case.model_args, "is_reward_model": case.is_reward_model}
+        return self._policy(path, case.rows, case.dtype, case.training, case.trained, **settings)
 
     def _policy(
         self,

@@ -72,6 +72,7 @@ LOSS_PARAMETERS = {
     "aot": {"beta": BETA},
     "kto": {"beta": BETA, "undesirable_weight": 1.5},
     "plackett_luce": {"beta": BETA},
+    "bradley_terry": {"center_rewards_coefficient": 0.01},
 }
 # metrics that depend on the clock and the machine
 _NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
@@ -131,6 +132,15 @@ class Case:
             "dtype": str(self.dtype),
             "engine": str(self.engine),
         }
+
+    @property
+    def is_reward_model(self) -> bool:
+        return self.loss == "bradley_terry"
+
+    @property
+    def rows(self) -> Layout:
+        """The layout of the policy's rows."""
+        return replace(LAYOUTS[self.layout], scored="end") if self.is_reward_model else LAYOUTS[self.layout]
 
     @property
     def num_processes(self) -> int:
@@ -202,7 +212,7 @@ class NativeEngine:
     """The native engine on the mesh of a case."""
 
     def policy(self, case: Case, path: Path) -> TrainEngine:
-        return make_policy(case, *load_parallel(case, path, case.trained))
+        return make_policy(case, *load_parallel(case, path, case.trained, is_reward_model=case.is_reward_model))
 
     def reference(self, case: Case, path: Path) -> Engine:
         return make_reference(case, *load_parallel(case, path))
@@ -298,7 +308,8 @@ def train_replicated(case: Case, policy_dir: Path, reference_dir: Path) -> Outco
 
 def train_single_process(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     """Train with the native engine in one process."""
-    policy, reference = (load_model(str(path)) for path in (policy_dir, reference_dir))
+    policy = load_model(str(policy_dir), is_reward_model=case.is_reward_model)
+    reference = load_model(str(reference_dir))
     module = case.trained.apply(policy)
     case.trained.init(policy, seed=0)
     return _train(
@@ -340,8 +351,10 @@ def load_parallel(
     case: Case,
     path: Path,
     trained: TrainedParts = TrainedParts(),  # noqa: B008  # frozen
+    *,
+    is_reward_model: bool = False,
 ) -> tuple[torch.nn.Module, ParallelContext]:
-    model = build_on_meta(str(path), dtype=torch.float32)
+    model = build_on_meta(str(path), dtype=torch.float32, is_reward_model=is_reward_model)
     module = trained.apply(model)
     parallel = parallelize(model, str(path), mesh_of(case.sizes), case.settings, case.dtype, CPU)
     trained.init(model, seed=0)
@@ -373,7 +386,7 @@ def make_policy(case: Case, model: torch.nn.Module, parallel: ParallelContext) -
         compilation = Compilation("functions" if keeps_parts else "layers")
     return train_engine(
         model,
-        LAYOUTS[case.layout],
+        case.rows,
         case.dtype,
         case.training,
         parallel,

@@ -166,7 +166,11 @@ AGAINST_ONE_PROCESS = [
     ),
     *(
         Case(sizes, loss=loss, also=also)
-        for loss, also in (("kto", "labelled responses"), ("plackett_luce", "lists"))
+        for loss, also in (
+            ("kto", "labelled responses"),
+            ("plackett_luce", "lists"),
+            ("bradley_terry", "a reward model"),
+        )
         for sizes in (
             ParallelDims(dp_shard=2),
             ParallelDims(dp_replicate=2),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,7 +123,7 @@ def load_model(
     config = load_model_config(path, trust_remote_code=trust_remote_code)  # rejects what would run foreign code
     auto_class = class_to_load(config, is_reward_model=is_reward_model)
     find_weight_files(path)  # rejects weights that sharded loading and the digest would read differently
-    with translate_load_errors("model", path):
+    with translate_load_errors("model", path), _without_load_report():
         loaded: Any = auto_class.from_pretrained(
             directory,
             dtype=dtype,
@@ -142,6 +143,18 @@ def load_model(
     if REWARD_HEAD in loaded[1]["missing_keys"]:
         nn.init.zeros_(model.get_parameter(REWARD_HEAD))
     return without_dropout(with_soft_caps(model, attn_implementation))
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Do not let transformers print which weights are missing: `_check_loaded` rejects them."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def class_to_load(config: PreTrainedConfig, *, is_reward_model: bool) -> Any:

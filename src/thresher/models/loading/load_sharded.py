@@ -155,7 +155,7 @@ def load_local_shards(
         readers = divide_by_size([to_local(tensor).numel() for _, tensor in stored], replicas.size)
         for (name, tensor), rank in zip(stored, readers, strict=True):
             if _is_new_head(name, reader):
-                to_local(tensor).zero_()
+                nn.init.zeros_(to_local(tensor))
             elif rank == replicas.rank:
                 reader.read(name, tensor)
             else:
