@@ -138,6 +138,11 @@ FORMULAS: dict[str, tuple[str, str]] = {
         r"-\log \sigma(\beta (\pi_w - \pi_l)) - c \, \pi_w / n_w",
         "Equation 3 of the paper. c is `cpo_alpha`; the NLL is a mean per token, as in the authors' code.",
     ),
+    "bradley_terry": (
+        r"-\log \sigma(s_w - s_l - m) + c (s_w + s_l)^2",
+        "Equation 1 of the paper, for a [reward model](../concepts/losses.md#reward-models), whose head gives a response "
+        "the score s. m is the margin column, c `center_rewards_coefficient`.",
+    ),
     "sft": (
         r"-\pi_w / n_w",
         "The generation loss of MPO, averaged per response.",

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 import thresher.losses
-from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES, RESPONSE_LOSSES
+from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES, RESPONSE_LOSSES, REWARD_LOSSES
 from thresher.errors import UserError
 from thresher.losses import describe, loss_class, loss_names, make_loss, make_losses, parameter_defaults
 from thresher.losses.formulas import Sigmoid
@@ -15,7 +15,7 @@ from thresher.losses.registry import register
 
 
 def test_every_loss_is_registered():
-    assert loss_names() == sorted(ALL_LOSSES + RESPONSE_LOSSES)
+    assert loss_names() == sorted(ALL_LOSSES + RESPONSE_LOSSES + REWARD_LOSSES)
     assert loss_class("sigmoid") is Sigmoid
 
 

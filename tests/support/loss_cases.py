@@ -16,6 +16,8 @@ REFERENCE_LOSSES = [
 ]  # fmt: skip
 REFERENCE_FREE_LOSSES = ["simpo", "alphapo", "orpo", "cpo", "sft"]
 COUPLED_LOSSES = ["aot", "aot_unpaired"]
+# of reward models, which have no logps
+REWARD_LOSSES = ["bradley_terry"]
 # of pairs
 ALL_LOSSES = REFERENCE_LOSSES + REFERENCE_FREE_LOSSES
 RESPONSE_LOSSES = ["kto", "bco", "apo_zero_unpaired", "plackett_luce", "infonca"]

@@ -252,7 +252,7 @@ def test_an_export_judges_samples_of_a_policy_with_the_same_tokenizer(trained, t
         expected = [model(torch.tensor([[7, 8, *each.token_ids]])).logits.item() for each in (polite_answer, rude)]
     assert verdict.rewards == pytest.approx(expected, abs=1e-6)
     policy["samples"]["judge"] = values["pretrain"]
-    with pytest.raises(UserError, match="is not a reward model: its weight files have no score.weight"):
+    with pytest.raises(UserError, match=r"is not a reward model: its weight files have no score\.weight"):
         build_judge(parse_config(policy))
 
 
@@ -280,7 +280,10 @@ def test_adapters_are_trained_with_the_head_and_merged_for_export(tmp_path):
         ({"pref_loss": "bradley_terry", "rpo_alpha": 1.0}, "has no log-probabilities for rpo_alpha; train it alone"),
         ({"pref_loss": "bradley_terry", "ld_alpha": 0.5}, "ld_alpha .* has no effect on bradley_terry"),
         ({"pref_loss": "bradley_terry", "apply_loss_mask": False}, "apply_loss_mask has no effect"),
-        ({"pref_loss": "bradley_terry", "samples": {}}, "a reward model writes no answers"),
+        (
+            {"pref_loss": "bradley_terry", "samples": {"prompts_file": "prompts.txt"}},
+            "a reward model writes no answers",
+        ),
         ({"pref_loss": "bradley_terry", "beta": 0.1}, "bradley_terry has no parameter beta"),
     ],
 )

@@ -13,7 +13,7 @@ from thresher.imported_function import digest_of
 # Parameters of the losses; None leaves the default of the loss.
 LOSS_PARAMETERS = (
     *("beta", "label_smoothing", "gamma", "cpo_alpha", "alphapo_alpha", "discopop_tau", "dpop_lambda"),
-    *("desirable_weight", "undesirable_weight", "infonca_alpha"),
+    *("desirable_weight", "undesirable_weight", "infonca_alpha", "center_rewards_coefficient"),
 )
 # the loss of a switch; `ipo: true` next to pref_loss: ipo was the averaged loss before it became ROLL's
 _SWITCHES = {"ipo": ("ipo_sum", "ipo"), "simpo_loss": ("simpo",)}
