@@ -26,6 +26,8 @@ PAPERS = {
     "2401.08417": "CPO",
     "2411.10442": "MPO",
     "2402.01306": "KTO",
+    "2502.00203": "RPO",
+    "2203.02155": "InstructGPT",
 }
 
 # loss: formula, where it is from and what else to know
@@ -138,10 +140,22 @@ FORMULAS: dict[str, tuple[str, str]] = {
         r"-\log \sigma(\beta (\pi_w - \pi_l)) - c \, \pi_w / n_w",
         "Equation 3 of the paper. c is `cpo_alpha`; the NLL is a mean per token, as in the authors' code.",
     ),
+    "rpo_sq": (
+        r"(\beta z - \eta g)^2",
+        "g is the margin column, or the difference of a list's scores, and η is `reward_scale`. As in NeMo-Aligner.",
+    ),
+    "rpo_bwd_kl": (
+        r"\mathrm{KL}(\sigma(\eta g) \,\|\, \sigma(\beta z))",
+        "Of two coins; g and η as for [`rpo_sq`](#rpo-sq).",
+    ),
+    "rpo_fwd_kl": (
+        r"\mathrm{KL}(\sigma(\beta z) \,\|\, \sigma(\eta g))",
+        "[`rpo_bwd_kl`](#rpo-bwd-kl) with the coins exchanged.",
+    ),
     "bradley_terry": (
         r"-\log \sigma(s_w - s_l - m) + c (s_w + s_l)^2",
-        "Equation 1 of the paper, for a [reward model](../concepts/losses.md#reward-models), whose head gives a response "
-        "the score s. m is the margin column, c `center_rewards_coefficient`.",
+        "Equation 1 of the paper, for a [reward model](../concepts/losses.md#reward-models), whose head gives a "
+        "response the score s. m is the margin column, c `center_rewards_coefficient`.",
     ),
     "sft": (
         r"-\pi_w / n_w",

@@ -167,6 +167,7 @@ NEEDS = {
             ("system_prompt", "Be brief."),
             ("max_samples", 5),
             ("join_labelled", True),
+            ("margin_from_scores", True),
             ("preprocessing_num_workers", 2),
         )
     },
@@ -241,7 +242,7 @@ BY_LOSS = {
         "cpo_alpha",
     ),
     *("alphapo_alpha", "dpop_lambda", "clamp_log_ratio", "comparisons"),
-    *("desirable_weight", "undesirable_weight", "infonca_alpha"),
+    *("desirable_weight", "undesirable_weight", "infonca_alpha", "reward_scale", "center_rewards_coefficient"),
     *("discopop_tau", "rpo_alpha", "f_divergence_type", "ld_alpha", "use_wpo", "length_penalty"),
 }
 BY_MODEL_OR_MODE = {

@@ -379,6 +379,23 @@ def test_scores_that_contradict_the_labels_are_reported_and_not_ignored_columns(
     assert [file.unused_columns for file in report.files] == [()]
 
 
+def test_the_difference_of_scores_is_the_margin_on_request(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: Any
+) -> None:
+    rows = [row("q1", score_chosen=5, score_rejected=3.5), row("q2", score_chosen=1, score_rejected=2)]
+    settings = DataSettings(write_rows(*rows), margin_from_scores=True)
+    prepare(settings, chat_tokenizer, tmp_path / "s")
+    assert [each.margin for each in ExampleStore.open(tmp_path / "s")] == [1.5, -1.0]
+    for more, problem in (
+        ({}, "margin_from_scores needs finite scores in two columns"),
+        ({"score_chosen": 1, "score_rejected": float("inf")}, "margin_from_scores needs finite scores"),
+        ({"score_chosen": 1, "score_rejected": 0, "margin": 1}, "has a `margin` and scores"),
+    ):
+        bad = replace(settings, file_name=write_rows(*rows, row("q3", **more)))
+        with pytest.raises(UserError, match=problem):
+            prepare(bad, chat_tokenizer, tmp_path / "bad")
+
+
 def test_length_bias_is_measured_in_response_tokens(tmp_path: Path, write_rows: Any) -> None:
     tokenizer = make_tokenizer()
     name = write_rows(row(chosen="zzz", rejected="z"), row(chosen="zz", rejected="qq"), row(chosen="z", rejected="zz"))

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 import thresher.losses
-from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES, RESPONSE_LOSSES, REWARD_LOSSES
+from tests.support.loss_cases import ALL_LOSSES, REFERENCE_LOSSES, RESPONSE_LOSSES, REWARD_LOSSES, SCORED_LOSSES
 from thresher.errors import UserError
 from thresher.losses import describe, loss_class, loss_names, make_loss, make_losses, parameter_defaults
 from thresher.losses.formulas import Sigmoid
@@ -15,7 +15,7 @@ from thresher.losses.registry import register
 
 
 def test_every_loss_is_registered():
-    assert loss_names() == sorted(ALL_LOSSES + RESPONSE_LOSSES + REWARD_LOSSES)
+    assert loss_names() == sorted(ALL_LOSSES + RESPONSE_LOSSES + REWARD_LOSSES + SCORED_LOSSES)
     assert loss_class("sigmoid") is Sigmoid
 
 
@@ -125,7 +125,11 @@ def test_a_registered_loss_is_a_frozen_dataclass():
 def test_rows_describe_every_loss():
     rows = {row.name: row for row in describe()}
     assert list(rows) == loss_names()
-    assert {name for name, row in rows.items() if row.needs_reference} == {*REFERENCE_LOSSES, *RESPONSE_LOSSES}
+    assert {name for name, row in rows.items() if row.needs_reference} == {
+        *REFERENCE_LOSSES,
+        *RESPONSE_LOSSES,
+        *SCORED_LOSSES,
+    }
     for row in rows.values():
         assert row.summary.endswith(".")
         assert row.paper in (loss_class(row.name).__doc__ or "")

@@ -23,7 +23,7 @@ from thresher.models.loading.load import disable_dropout, load_model
 from thresher.models.logps import PairModel
 from thresher.reference.fingerprint import ReferenceFingerprint
 
-LAYOUTS = [dataclasses.replace(layout, scores_prompt=True) for layout in (SHARED, PACKED, PADDED)]
+LAYOUTS = [dataclasses.replace(layout, scored="all") for layout in (SHARED, PACKED, PADDED)]
 BATCHES = pytest.mark.parametrize("batch", [MIXED, ODD, LATE], ids=["mixed", "odd", "masks"])
 
 

@@ -35,8 +35,8 @@ LLAMA_8B = LlamaConfig(
     vocab_size=128256,
 )
 LAYOUTS: list[Layout] = [
-    *(PackedLayout(shares, scores_prompt=scores) for shares in (True, False) for scores in (True, False)),
-    *(PaddedLayout(pad_id=0, scores_prompt=scores) for scores in (True, False)),
+    *(PackedLayout(shares, scored=scored) for shares in (True, False) for scored in ("response", "all", "end")),
+    *(PaddedLayout(pad_id=0, scored=scored) for scored in ("response", "all", "end")),
 ]
 
 
@@ -55,7 +55,7 @@ def llama_8b() -> ModelSize:
     return size_of(LLAMA_8B)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.scores_prompt}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.scored}")
 def test_rows_from_lengths_are_those_of_the_layout(layout):
     draw = np.random.default_rng(0)
     for _ in range(50):
@@ -114,7 +114,7 @@ def test_the_last_stage_has_a_copy_of_tied_embeddings(llama_8b):
 def test_rows_per_step_count_all_ranks_although_some_are_sampled():
     lengths = np.full((256, 3), (10, 5, 5), dtype=np.uint32)
     batching = MicroBatching(lengths, CostModel(attention_per_key=0, shares_prompt=True))
-    layout = PackedLayout(shares_prompt=True, scores_prompt=False)
+    layout = PackedLayout(shares_prompt=True)
     plan = Plan(num_pairs=256, seed=0, pairs_per_step=256, num_steps=1)
     workload = sample_workload(plan, batching, layout, num_ranks=128, is_assumed=True)
     assert workload.rows_per_step == rows_of(lengths, layout).total

@@ -16,6 +16,8 @@ REFERENCE_LOSSES = [
 ]  # fmt: skip
 REFERENCE_FREE_LOSSES = ["simpo", "alphapo", "orpo", "cpo", "sft"]
 COUPLED_LOSSES = ["aot", "aot_unpaired"]
+# that fit the margin column
+SCORED_LOSSES = ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
 # of reward models, which have no logps
 REWARD_LOSSES = ["bradley_terry"]
 # of pairs

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.support.tiny_llama import VOCAB
 from thresher.builders.engines import build_policy
-from thresher.builders.inputs import RunInputs
+from thresher.builders.inputs import RunInputs, scored_of
 from thresher.builders.reference import build_beside, open_reference, score_missing
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
@@ -137,7 +137,7 @@ def build_run(values: Mapping[str, Any], train: PairsInMemory, validation: Pairs
     config = parse_config({**section, **values})
     attention = config.actor_train.model_args.attn_implementation or config.reference.model_args.attn_implementation
     configs = [load_model_config(str(config.policy_path))]
-    layout, _ = choose_layout(config.layout, configs, attention, pad_id=0, scores_prompt=not config.apply_loss_mask)
+    layout, _ = choose_layout(config.layout, configs, attention, pad_id=0, scored=scored_of(config))
     policy = build_policy(config, layout)
     inputs = RunInputs(config).replace(layout=layout, train=train, validation=validation)
     reference = open_reference(inputs, policy)

@@ -41,7 +41,7 @@ class Outcome:
 
 
 # of losses that do not read pairs
-EXAMPLES = {"kto": noise_labels, "infonca": noise_lists}
+EXAMPLES = {"kto": noise_labels, "infonca": noise_lists, "rpo_sq": noise_lists}
 LOSS_CASES = {
     "pref_loss": Case({"pref_loss": "hinge"}, "first loss"),
     "ipo": Case({"ipo": True}, "first loss"),
@@ -58,6 +58,11 @@ LOSS_CASES = {
     "desirable_weight": Case({"desirable_weight": 1.5}, "first loss", {"pref_loss": "kto"}),
     "undesirable_weight": Case({"undesirable_weight": 1.5}, "first loss", {"pref_loss": "kto"}),
     "infonca_alpha": Case({"infonca_alpha": 3.0}, "first loss", {"pref_loss": "infonca"}),
+    "reward_scale": Case({"reward_scale": 3.0}, "first loss", {"pref_loss": "rpo_sq"}),
+    # the rewards of a new head are 0 in the first step
+    "center_rewards_coefficient": Case(
+        {"center_rewards_coefficient": 0.5}, "later losses", {"pref_loss": "bradley_terry"}
+    ),
     "comparisons": Case({"comparisons": "best_worst"}, "first loss", {"comparisons": "adjacent"}),
     "rpo_alpha": Case({"rpo_alpha": 0.7}, "first loss"),
     "f_divergence_type": Case({"f_divergence_type": "js_divergence"}, "first loss"),

@@ -41,6 +41,7 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         prompt_key=config.prompt_key,
         system_prompt=args.system_prompt,
         join_labelled=args.join_labelled,
+        margin_from_scores=args.margin_from_scores,
         max_samples=args.max_samples,
         num_processes=args.preprocessing_num_workers,
         section="validation" if config.validation and args is config.validation.data_args else "actor_train",

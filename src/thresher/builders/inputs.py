@@ -191,9 +191,15 @@ def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str
     trusted = {config.policy_path: args.trust_remote_code}
     trusted.setdefault(config.reference_path, config.trusts_reference_code)
     models = [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
-    scored: Scored = "end" if trains_rewards(config) else "response" if config.apply_loss_mask else "all"
-    layout, note = choose_layout(requested, models, attention, pad_id, scored=scored)
+    layout, note = choose_layout(requested, models, attention, pad_id, scored=scored_of(config))
     return tokenizer, layout, note or reason
+
+
+def scored_of(config: DPOConfig) -> Scored:
+    """What the policy scores: the response, the prompt too, or the sequence as a whole."""
+    if trains_rewards(config):
+        return "end"
+    return "response" if config.apply_loss_mask else "all"
 
 
 def _supported_layout(config: DPOConfig) -> tuple[LayoutName, str | None]:

@@ -70,6 +70,13 @@ def for_data(objective: Objective, store: ExampleStore) -> Objective:
         raise UserError(
             f"{names} compares all pairs of a step, which lists do not have; use a different loss, or pairs"
         )
+    fitting = [loss.name for loss, _ in objective.terms if loss.reads_given_margin]
+    if fitting and store.kind == "pairs" and "margin" not in store.columns_in_use:
+        raise UserError(
+            f"{fitting[0]} fits the differences of scores, and {store.path} has none; write them to a column `margin`, "
+            "set actor_train.data_args.margin_from_scores=true for rows with score_chosen and score_rejected, or use "
+            "scored lists"
+        )
     if store.kind == "pairs" and objective.comparisons != "all":
         raise UserError(f"comparisons={objective.comparisons} has no effect on pairs; remove it")
     return objective

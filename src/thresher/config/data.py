@@ -35,6 +35,8 @@ class DataArgs(Section):
     """Rows whose text has a special token such as `<|im_end|>`: tokenize it as plain text, or treat the row as bad."""
     join_labelled: bool = False
     """Join rows of one answer and a label to pairs, where a prompt has both labels; for losses on pairs."""
+    margin_from_scores: bool = False
+    """Use the difference of a pair's scores (score_chosen and score_rejected, or the like) as its margin."""
     max_samples: PositiveInt | None = None
     """Rows to read from the start of each file; all when absent."""
     preprocessing_num_workers: PositiveInt = 1

@@ -13,7 +13,7 @@ from thresher.imported_function import digest_of
 # Parameters of the losses; None leaves the default of the loss.
 LOSS_PARAMETERS = (
     *("beta", "label_smoothing", "gamma", "cpo_alpha", "alphapo_alpha", "discopop_tau", "dpop_lambda"),
-    *("desirable_weight", "undesirable_weight", "infonca_alpha", "center_rewards_coefficient"),
+    *("desirable_weight", "undesirable_weight", "infonca_alpha", "reward_scale", "center_rewards_coefficient"),
 )
 # the loss of a switch; `ipo: true` next to pref_loss: ipo was the averaged loss before it became ROLL's
 _SWITCHES = {"ipo": ("ipo_sum", "ipo"), "simpo_loss": ("simpo",)}
@@ -73,6 +73,8 @@ class LossConfig(Section):
     """KTO: weight of undesirable responses."""
     infonca_alpha: Positive | None = None
     """InfoNCA: temperature of the scores."""
+    reward_scale: Positive | None = None
+    """rpo_sq, rpo_bwd_kl and rpo_fwd_kl: times the difference of the scores."""
     center_rewards_coefficient: Annotated[float, Field(ge=0)] | None = None
     """Reward models: weight of a term that keeps the mean reward near 0, such as 0.01."""
     comparisons: Literal["all", "adjacent", "best_worst", "best_rest"] = "all"

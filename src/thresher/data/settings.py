@@ -30,6 +30,7 @@ class DataSettings:
     prompt_key: str | None = None
     system_prompt: str | None = None  # of rows that have none
     join_labelled: bool = False  # rows of one answer and a label become pairs, where a prompt has both labels
+    margin_from_scores: bool = False  # the margin of a pair is the difference of its scores
     max_samples: int | None = None  # rows read of each file; None reads all
     # these two never change the pairs, so a store's fingerprint does not include them
     num_processes: int = 1

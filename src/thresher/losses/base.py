@@ -45,6 +45,7 @@ class Loss(ABC):
     couples_pairs: ClassVar[bool] = False  #: the loss of a pair depends on the other pairs of the step
     compares_sides: ClassVar[bool] = True  #: False if only the chosen side is read
     reads: ClassVar[Reads] = "pairs"
+    reads_given_margin: ClassVar[bool] = False  #: the margin column, or the scores of a list, is what the loss fits
     trains_rewards: ClassVar[bool] = False  #: of a reward model, which gives each response one number in place of logps
     reads_mismatched: ClassVar[bool] = False  #: each example has a second response, to a different prompt of the step
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]

@@ -6,7 +6,7 @@ r_w and r_l are the log ratios of the chosen and the rejected side, and z = r_w 
 from __future__ import annotations
 
 import math
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
@@ -311,6 +311,72 @@ class SimPO(Loss):
 
     def __call__(self, pairs: PairScores) -> Tensor:
         return -F.logsigmoid(pairs.shifted(self.beta * pairs.mean_logps.margin) - self.gamma)
+
+
+@dataclass(frozen=True)
+class RewardAware(Loss):
+    """Fit the reward margin to the difference of the scores that the data has: RPO (2502.00203).
+
+    With x = beta z and g = eta (score_w - score_l), where eta is reward_scale; as in NeMo-Aligner.
+    """
+
+    reads_given_margin: ClassVar[bool] = True
+    beta: float = parameter(0.1, POSITIVE)
+    reward_scale: float = parameter(1.0, POSITIVE)
+
+    @property
+    def zero_margin_loss(self) -> float | None:
+        return None  # it depends on the scores
+
+    def margins(self, pairs: PairScores) -> tuple[Tensor, Tensor]:
+        """The reward margins x and g."""
+        margin = self.beta * pairs.scores.margin
+        given = torch.zeros_like(margin) if pairs.given_margin is None else pairs.given_margin
+        return margin, self.reward_scale * given
+
+
+def binary_kl(logits: Tensor, other: Tensor) -> Tensor:
+    """KL divergence between the coins with probabilities sig(logits) and sig(other)."""
+    heads = F.logsigmoid(logits) - F.logsigmoid(other)
+    tails = F.logsigmoid(-logits) - F.logsigmoid(-other)
+    return torch.sigmoid(logits) * heads + torch.sigmoid(-logits) * tails
+
+
+@register("rpo_sq", paper="2502.00203", supports=["clamp_log_ratio", "f_divergence", "margin", "weight"])
+class RPOSquared(RewardAware):
+    """Fit the reward margin to the difference of the data's scores, by squared error.
+
+    (x - g)^2, with x = beta z and g = reward_scale times the margin column, or the scores' difference of a list: RPO
+    (2502.00203), as in NeMo-Aligner.
+    """
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        margin, given = self.margins(pairs)
+        return (margin - given).square()
+
+
+@register("rpo_bwd_kl", paper="2502.00203", supports=["clamp_log_ratio", "f_divergence", "margin", "weight"])
+class RPOBackwardKL(RewardAware):
+    """Fit the preference to that of the data's scores, by the divergence of the scores from the policy.
+
+    KL(sig(g) || sig(x)) with the x and g of `rpo_sq` (2502.00203).
+    """
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        margin, given = self.margins(pairs)
+        return binary_kl(given, margin)
+
+
+@register("rpo_fwd_kl", paper="2502.00203", supports=["clamp_log_ratio", "f_divergence", "margin", "weight"])
+class RPOForwardKL(RewardAware):
+    """Fit the preference to that of the data's scores, by the divergence of the policy from the scores.
+
+    KL(sig(x) || sig(g)) with the x and g of `rpo_sq` (2502.00203).
+    """
+
+    def __call__(self, pairs: PairScores) -> Tensor:
+        margin, given = self.margins(pairs)
+        return binary_kl(margin, given)
 
 
 @register("bradley_terry", paper="2203.02155", supports=["margin", "weight"], needs_reference=False)

@@ -148,6 +148,7 @@ class PairScores:
     lengths: ChosenRejected  #: scored tokens
     reference_scores: ReferenceScores | None = None
     reward_shift: Tensor | None = None  #: added to the reward margin by R-DPO and the margin column, in units of reward
+    given_margin: Tensor | None = None  #: between the responses by the data: the margin column, or scores of a list
 
     @classmethod
     def of_equal_models(cls) -> PairScores:
@@ -237,7 +238,8 @@ def score_pairs(
         scores = ChosenRejected(to_score(log_ratios.chosen), to_score(log_ratios.rejected))
         reference_scores = ReferenceScores(reference_logps, log_ratios, scores)
     shift = reward_shift(lengths.margin, length_penalty, inputs.margin, margin)
-    return PairScores(logps, chosen_nll, lengths, reference_scores, shift)
+    given = inputs.margin if inputs.values is None else inputs.values[:, 0] - inputs.values[:, 1]
+    return PairScores(logps, chosen_nll, lengths, reference_scores, shift, None if given is None else to_fp64(given))
 
 
 def _divide(sums: Tensor, lengths: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from thresher.data.rows.formats import (
     rename,
     split_answer,
     to_preference_row,
+    with_score_margin,
     with_system,
 )
 from thresher.data.rows.messages import SYSTEM_ROLES, is_empty
@@ -148,6 +149,8 @@ class BlockWorker:
                     continue
                 row = to_preference_row(values, row_format, task.column_names)
                 row = with_system(row, self._settings.system_prompt)
+                if self._settings.margin_from_scores:
+                    row = with_score_margin(row)
                 if (empty := _find_empty(row)) is not None:
                     result.dropped[empty] += 1
                     continue

@@ -68,7 +68,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
     """Return the settings that can change a store's pairs, as in its manifest."""
     # absent unless set, as in stores that are older than the setting
-    newer = {"max_samples": settings.max_samples, "system_prompt": settings.system_prompt}
+    newer = {
+        "max_samples": settings.max_samples,
+        "system_prompt": settings.system_prompt,
+        "margin_from_scores": settings.margin_from_scores or None,
+    }
     return {
         **{name: value for name, value in newer.items() if value is not None},
         "sequence_length": settings.sequence_length,

@@ -67,7 +67,11 @@ class PreferenceRow:
     weight: float = 1.0
     margin: float = 0.0
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of this row
-    scores_contradict: bool = False  # the rejected response has the higher score
+    score_difference: float | None = None  # of the chosen and the rejected response, where the row has scores
+
+    @property
+    def scores_contradict(self) -> bool:
+        return self.score_difference is not None and self.score_difference < 0
 
 
 @dataclass(frozen=True)
@@ -518,17 +522,26 @@ def _to_row(
     elif system:
         prompt = [{"role": "system", "content": system}, *prompt]
     tools, arguments = to_tools(row.get("tools")), _template_arguments(row)
-    contradicts = not values and _prefers_rejected(row)
-    return PreferenceRow(prompt, responses, values, tools, plain, *read_numbers(row), arguments, contradicts)
+    difference = None if values else _score_difference(row)
+    return PreferenceRow(prompt, responses, values, tools, plain, *read_numbers(row), arguments, difference)
 
 
-def _prefers_rejected(row: Row) -> bool:
-    """Return whether a score of the rejected response is higher; scores that are not numbers are ignored."""
+def _score_difference(row: Row) -> float | None:
+    """Return the chosen response's score minus the rejected one's; scores that are no numbers are ignored."""
     for chosen, rejected in _SCORES:
         with suppress(KeyError, TypeError, ValueError, OverflowError):
-            if float(row[chosen]) < float(row[rejected]):
-                return True
-    return False
+            return float(row[chosen]) - float(row[rejected])
+    return None
+
+
+def with_score_margin(row: PreferenceRow) -> PreferenceRow:
+    """Use the difference of the scores as the margin."""
+    if row.score_difference is None or not abs(row.score_difference) <= _LARGEST_NUMBER:
+        names = ", ".join(" and ".join(pair) for pair in _SCORES)
+        raise BadRowError(f"margin_from_scores needs finite scores in two columns, one of the pairs {names}")
+    if row.margin:
+        raise BadRowError("the row has a `margin` and scores; remove one, or turn margin_from_scores off")
+    return replace(row, margin=row.score_difference)
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:
