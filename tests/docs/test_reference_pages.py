@@ -47,6 +47,8 @@ def test_the_formula_names_the_parameters_of_its_loss(name: str) -> None:
         "desirable_weight": r"\lambda_D",
         "undesirable_weight": r"\lambda_U",
         "infonca_alpha": r"\alpha",
+        "reward_scale": r"\eta",
+        "center_rewards_coefficient": "c",
     }
     parameters = next(row.parameters for row in describe() if row.name == name)
     assert [each for each in parameters if symbols[each] not in formula] == []
