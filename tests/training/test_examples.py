@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
+from tests.support.tiny_chat_model import save_tiny_chat_model
 from tests.support.tiny_models import VOCAB, tiny_model
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.mismatched import VisitPlan, rotate
@@ -205,3 +207,54 @@ def test_a_mismatched_answer_is_the_nearest_before_it_with_a_different_prompt(pr
     ids = np.arange(100, 100 + len(prompts))
     found = rotate(ids, np.array([each.encode() * 16 for each in prompts], dtype="V16"))
     assert found.tolist() == [at if at < 0 else 100 + at for at in expected]
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_loss_and_gradients_are_those_of_trl_in_one_micro_batch(loss, tmp_path):
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    examples = with_mismatched_answers()
+    weights = {"desirable_weight": 1.3, "undesirable_weight": 0.9} if loss == "kto" else {}
+    policy, reference = (model.float() for model in models())
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_chat_model(tmp_path / "tokenizer"))
+    trainer = KTOTrainer(
+        policy,
+        reference,
+        KTOConfig(
+            str(tmp_path / "out"),
+            loss_type=loss,
+            beta=0.2,
+            **weights,
+            per_device_train_batch_size=len(examples),
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_length=None,
+        ),
+        # replaced by the examples below
+        train_dataset=Dataset.from_list([{"prompt": "a", "completion": "b", "label": at % 2 == 0} for at in range(6)]),
+        processing_class=tokenizer,
+    )
+    rows = [
+        {
+            "prompt_ids": each.prompt_ids.tolist(),
+            "completion_ids": each.chosen.ids.tolist(),
+            "KL_completion_ids": each.responses[1].ids.tolist(),
+            "label": each.chosen.value == 1.0,
+        }
+        for each in examples
+    ]
+    inputs = trainer.data_collator(rows if loss == "kto" else [{**row, "KL_completion_ids": []} for row in rows])
+    expected_loss = trainer.compute_loss(trainer.model.eval(), inputs)
+    expected_loss.backward()
+    expected = {name: each.grad for name, each in trainer.model.named_parameters() if each.grad is not None}
+    if loss == "kto":
+        found, metrics = gradients(examples, KTO, LAYOUTS["shared"], (3, 3))
+    else:
+        alone = [replace(each, responses=each.responses[:1]) for each in examples]
+        objective = Objective(((make_loss(loss, {"beta": 0.2}), 1.0),))
+        found, metrics = gradients(alone, objective, LAYOUTS["shared"], (6,))
+    assert metrics["loss"] == pytest.approx(expected_loss.item(), abs=1e-5)
+    assert_equal({name: each.float() for name, each in found.items()}, expected, 1e-5)
