@@ -100,11 +100,11 @@ class ExampleBatch:
             row[: len(example.responses)] = [response.value for response in example.responses]
         return values
 
-    def with_sides(self, count: int) -> ExampleBatch:
-        """Return the examples with at most this number of responses each."""
-        if not self.pairs or self.num_sides <= count:
-            return self
-        return replace(self, pairs=tuple(replace(each, responses=each.responses[:count]) for each in self.pairs))
+    def only_side(self, side: int) -> ExampleBatch:
+        """Return the examples that have so many responses, with this one alone."""
+        has_side = np.array([len(each.responses) > side for each in self.pairs], dtype=bool)
+        found = [replace(each, responses=each.responses[side : side + 1]) for each in self.pairs]
+        return ExampleBatch(self.pair_ids[has_side], tuple(each for each in found if each.responses))
 
     def sequences(self) -> Iterator[tuple[TokenIds, Response]]:
         """Yield the prompt and the response of each sequence: the first response of every example, then the second."""

@@ -56,6 +56,17 @@ class MicroBatch:
     pairs: ExampleBatch
     reference: ExampleLogps | None
 
+    @property
+    def mismatched(self) -> ExampleBatch:
+        """The prompts with their mismatched answer alone, where they have one."""
+        return self.pairs.only_side(1)
+
+    @property
+    def matched(self) -> MicroBatch:
+        """The examples without their mismatched answers."""
+        reference = None if self.reference is None else ExampleLogps(self.reference.sides[:1])
+        return MicroBatch(self.pairs.only_side(0), reference)
+
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -115,6 +126,10 @@ def accumulate_gradients(
     A rank without pairs in the step has no micro-batches, or empty ones if the ranks run in lockstep (FSDP).
     Raises StepDiscarded if a stop is requested while a slow step runs; the gradients are then incomplete.
     """
+    if objective.reads_mismatched:
+        point = _reference_point(executor, micro_batches, dp_group, stop_requested)
+        objective = replace(objective, reference_point=point)
+        micro_batches = [micro.matched for micro in micro_batches]
     if objective.couples_pairs:
         return _accumulate_coupled(
             executor, micro_batches, objective, num_pairs_in_step, dp_group, loss_scale, stop_requested
@@ -136,6 +151,29 @@ def accumulate_gradients(
     tokens, of_model = executor.backward(batches, loss_fn, statistics=objective.statistics, loss_scale=loss_scale)
     local = merge_metrics(metrics) or empty_metrics(objective)
     return local | of_model, tokens, scored_pairs
+
+
+def _reference_point(
+    executor: MicroBatchExecutor,
+    micro_batches: Sequence[MicroBatch],
+    dp_group: DataParallelGroup,
+    stop_requested: StopRequested,
+) -> float:
+    """KTO's z0: the mean log ratio of the step's mismatched answers over all ranks, at least 0."""
+    finished = _MicroBatchClock(dp_group, stop_requested)
+    log_ratios: list[Tensor] = []
+    count = 0
+    # forked: the backward draws the same dropout masks as without this forward
+    with torch.no_grad(), torch.random.fork_rng():
+        for micro in micro_batches:
+            policy = executor.score(micro.mismatched).chosen.sums()
+            assert micro.reference is not None  # noqa: S101  # the loss has one
+            reference = micro.reference.side(1)
+            log_ratios.append((policy - reference.sums()[reference.lengths > 0]).sum())
+            count += len(policy)
+            finished.scored()
+    (total,), (count,) = dp_group.all_reduce([float(sum(log_ratios))], [count])
+    return max(0.0, total / count) if count else 0.0
 
 
 def _accumulate_coupled(
@@ -169,9 +207,7 @@ def _accumulate_coupled(
     own = by_rank[dp_group.rank] = replace(by_rank[dp_group.rank], policy=policy)
     output = objective(concat_pairs(by_rank))
     loss = _step_loss(output.per_pair, num_pairs_in_step, loss_scale)
-    # mismatched responses have no gradient
-    num_sides = 1 if objective.reads_mismatched else len(leaves)
-    gradients = torch.autograd.grad(loss, leaves[:num_sides], materialize_grads=True)
+    gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
     # by side, and of each side by micro-batch
     parts = [
         gradient.split([inputs.policy.side(number).values.numel() for inputs in local])
@@ -182,7 +218,7 @@ def _accumulate_coupled(
         finished.scored(is_last=index == len(micro_batches) - 1)
         return torch.cat([side.values * part[index] for side, part in zip(policy.sides, parts, strict=False)]).sum()
 
-    batches = [micro.pairs.with_sides(num_sides) for micro in micro_batches]
+    batches = [micro.pairs for micro in micro_batches]
     # the derivative from pass 1 already contains all that the loss needs besides the logps
     tokens, of_model = executor.backward(batches, loss_fn, statistics=NO_STATISTICS, loss_scale=loss_scale)
     start = sum(inputs.num_pairs for inputs in by_rank[: dp_group.rank])

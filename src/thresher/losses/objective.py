@@ -19,7 +19,7 @@ from thresher.losses.metrics import MetricSum, compute_metrics, entropy_metric, 
 from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, TokenStatistics, to_fp64
 from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, Range
 from thresher.losses.registry import loss_class, loss_names, parameter_defaults
-from thresher.losses.responses import LabelLoss, ResponseScores, reference_point
+from thresher.losses.responses import LabelLoss, ResponseScores
 from thresher.losses.scores import ChosenRejected, FDivergence, PairScores, score_pairs, wpo_weights
 
 
@@ -50,6 +50,7 @@ class Objective:
     clamp_log_ratio: tuple[float, float] | None = None
     measures_entropy: bool = False  #: adds the metric `entropy`; changes no loss
     comparisons: Comparisons = "all"  #: the pairs of an example with more than two responses
+    reference_point: float | None = None  #: KTO's z0 of the whole step, if the caller knows it
     reads_labels: bool = False  #: single responses, even for losses of a pair's chosen side, such as sft
 
     def __post_init__(self) -> None:
@@ -102,7 +103,8 @@ class Objective:
     @property
     def couples_pairs(self) -> bool:
         """True if the caller must pass all pairs of a step at once."""
-        return any(loss.couples_pairs for loss, _ in self.terms)
+        knows_point = self.reference_point is not None
+        return any(loss.couples_pairs and not (loss.reads_mismatched and knows_point) for loss, _ in self.terms)
 
     @property
     def reads(self) -> Reads:
@@ -199,7 +201,7 @@ class Objective:
         return per_pair, metrics
 
     def _of_labels(self, inputs: ObjectiveInputs) -> tuple[Tensor, dict[str, MetricSum]]:
-        responses = ResponseScores.of(inputs)
+        responses = ResponseScores.of(inputs, self.reference_point)
         labels = responses.values[:, 0]
         # a loss of the chosen side, such as sft, trains on desirable responses
         chosen = score_pairs(ObjectiveInputs(ExampleLogps.of(inputs.policy.side(0), inputs.policy.side(1))))
@@ -216,7 +218,7 @@ class Objective:
             metrics.update(self._label_state_metrics(responses))
             if self.reads_mismatched:
                 count = inputs.num_pairs
-                metrics["kto/z0"] = MetricSum(reference_point(responses) * count, count)
+                metrics["kto/z0"] = MetricSum(responses.reference_point * count, count)
         return per_pair, metrics
 
     @torch.no_grad()

@@ -25,14 +25,15 @@ class ResponseScores:
     lengths: Tensor  #: scored tokens
     is_present: Tensor  #: False where an example has fewer responses than others
     values: Tensor  #: labels (1 desirable, 0 not) or scores; of ranked responses without scores, minus their rank
+    point_of_step: float | None = None  #: KTO's z0 of the whole step, if the caller knows it
 
     @classmethod
-    def of(cls, inputs: ObjectiveInputs) -> ResponseScores:
+    def of(cls, inputs: ObjectiveInputs, point_of_step: float | None = None) -> ResponseScores:
         logps, lengths = _sums(inputs.policy), torch.stack([side.lengths for side in inputs.policy.sides], 1)
         reference = None if inputs.reference is None else _sums(inputs.reference).detach()
         ranks = -torch.arange(logps.shape[1], dtype=logps.dtype, device=logps.device).expand_as(logps)
         values = ranks if inputs.values is None else inputs.values.to(logps.dtype)
-        return cls(logps, reference, lengths, lengths > 0, values)
+        return cls(logps, reference, lengths, lengths > 0, values, point_of_step)
 
     @property
     def mean_logps(self) -> Tensor:
@@ -44,6 +45,15 @@ class ResponseScores:
         if self.reference_logps is None:
             raise UserError("this loss compares the policy with a reference; set reference.mode to other than none")
         return self.logps - self.reference_logps
+
+    @property
+    def reference_point(self) -> Tensor:
+        """KTO's z0, a scalar without gradient: the mean over the mismatched responses, the second ones, at least 0."""
+        if self.point_of_step is not None or self.logps.shape[1] == 1:  # in a step of equal prompts there are none
+            return self.logps.new_tensor(self.point_of_step or 0.0)
+        is_present = self.is_present[:, 1]
+        mismatched = torch.where(is_present, self.log_ratios[:, 1].detach(), 0.0)
+        return (mismatched.sum() / is_present.sum().clamp(min=1)).clamp(min=0.0)
 
 
 def _sums(logps: ExampleLogps) -> Tensor:
@@ -78,20 +88,11 @@ class KTO(LabelLoss):
 
     def __call__(self, examples: ResponseScores) -> Tensor:
         is_desirable = examples.values[:, 0] > 0.5
-        advantage = self.beta * (examples.log_ratios[:, 0] - reference_point(examples))
+        advantage = self.beta * (examples.log_ratios[:, 0] - examples.reference_point)
         # a tensor: where would round two numbers to fp32
         desirable_weight = torch.full_like(advantage, self.desirable_weight)
         weight = torch.where(is_desirable, desirable_weight, self.undesirable_weight)
         return weight * torch.sigmoid(torch.where(is_desirable, -advantage, advantage))
-
-
-def reference_point(examples: ResponseScores) -> Tensor:
-    """KTO's z0 over the examples that have a mismatched response: a scalar without gradient, at least 0."""
-    if examples.logps.shape[1] == 1:  # all prompts of the step are equal
-        return examples.logps.new_zeros(())
-    is_present = examples.is_present[:, 1]
-    mismatched = torch.where(is_present, examples.log_ratios[:, 1].detach(), 0.0)
-    return (mismatched.sum() / is_present.sum().clamp(min=1)).clamp(min=0.0)
 
 
 @register("bco", paper="2404.04656", supports=["weight"], reads="labels")
