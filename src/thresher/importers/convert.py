@@ -18,7 +18,7 @@ from thresher.redact import escape_control_chars, redact, redact_text
 # in the order in which they are tried: the keys of TRL are a part of the others' keys
 _TRAINERS: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
     ("ROLL", roll, "actor_train", ("start_dpo_pipeline.py",)),
-    ("NeMo-RL", nemo_rl, "policy dpo", ("run_dpo.py",)),
+    ("NeMo-RL", nemo_rl, "policy dpo, policy rm", ("run_dpo.py", "run_rm.py")),
     ("axolotl", axolotl, "base_model", ("axolotl train", "axolotl.cli.train")),
     (
         "LLaMA-Factory",
