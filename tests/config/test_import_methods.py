@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from tests.support.imported import FILES, entry, imported, lost, value
+from tests.support.imported import FILES, MODEL, TRAINING, entry, imported, lost, value
 from thresher.builders.objective import build_objective
 from thresher.config import parse_config
-from thresher.importers.convert import Conversion
+from thresher.errors import UserError
+from thresher.importers.convert import Conversion, convert
 
 FACTORY = "stage: rm\nmodel_name_or_path: m\ndataset: my_pairs\nfinetuning_type: full\n"
 AXOLOTL = "base_model: m\nreward_model: true\ndatasets: [{path: org/pairs, type: bradley_terry.chat_template}]\n"
 SWIFT = "rlhf_type: rm\nmodel: m\ndataset: org/pairs\ntuner_type: full\n"
 NEMO = "policy: {model_name: m, reward_model_cfg: {enabled: true, reward_model_type: bradley_terry}}\nrm: {seed: 7}\n"
+TRL = "model_name_or_path: m\ndataset_name: org/rows\n"
 CENTERED = "center_rewards_coefficient: 0.01\n"
 REWARDS = {
     "llama-factory": FACTORY,
     "axolotl": AXOLOTL,
     "ms-swift": SWIFT,
     "nemo-rl": NEMO,
+    "trl": TRL + CENTERED,
 }
 
 
@@ -39,7 +43,7 @@ def test_a_reward_model_is_trained_with_bradley_terry(tmp_path: Path, trainer: s
     assert not lost(done)
 
 
-@pytest.mark.parametrize("trainer", ["axolotl", "ms-swift"])
+@pytest.mark.parametrize("trainer", ["axolotl", "ms-swift", "trl"])
 def test_the_coefficient_of_a_reward_model_is_kept(tmp_path: Path, trainer: str) -> None:
     done = imported(tmp_path, REWARDS[trainer].replace(CENTERED, "") + CENTERED)
     assert value(done, "center_rewards_coefficient") == 0.01
@@ -101,6 +105,7 @@ def test_process_rewards_are_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "text"),
     [
+        ("trl", "use_peft: true\nlora_modules_to_save: [score]\n"),
         ("axolotl", "adapter: lora\nlora_modules_to_save: [score]\n"),
         ("ms-swift", "tuner_type: lora\nmodules_to_save: [score]\n"),
     ],
@@ -134,7 +139,85 @@ def test_nemo_rl_trains_a_reward_model_for_its_epochs(tmp_path: Path) -> None:
     assert lost(other) == {"policy.reward_model_cfg.reward_model_type"}
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "dialect"),
+    [
+        (TRL + CENTERED, "theirs.yaml", None),
+        (TRL, "theirs.yaml", "trl-reward"),
+        (f"{TRL}center_rewards_coefficient: null\n", "theirs.yaml", "trl-reward"),
+        ("trl reward --model_name_or_path m --dataset_name org/rows\n", "train.sh", None),
+        ("accelerate launch trl/scripts/reward.py --model_name_or_path m --dataset_name org/rows\n", "train.sh", None),
+    ],
+)
+def test_a_reward_config_of_trl_is_recognized(tmp_path: Path, text: str, name: str, dialect: str | None) -> None:
+    import trl
+
+    done = imported(tmp_path, text, name, dialect)
+    assert value(done, "pref_loss") == "bradley_terry"
+    assert trains_rewards(done)
+    defaults = {field.name: field.default for field in fields(trl.RewardConfig)}
+    assert value(done, f"{TRAINING}learning_rate") == defaults["learning_rate"] == 1e-4
+    assert value(done, "sequence_length") == defaults["max_length"]
+    assert value(done, "logging_steps") == defaults["logging_steps"]
+    assert value(done, f"{TRAINING}gradient_checkpointing") is defaults["gradient_checkpointing"]
+    assert value(done, "actor_train.data_args.truncation") is None, "RewardTrainer drops longer rows, as here"
+    assert "learning_rate: 0.0001  # default of TRL" in done.text
+    assert not lost(done)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "dialect"),
+    [
+        (f"{TRL}loss_type: kto\n", "theirs.yaml", None),
+        (f"{TRL}desirable_weight: 1.0\n", "theirs.yaml", None),
+        (f"{TRL}undesirable_weight: 1.0\n", "theirs.yaml", None),
+        (TRL, "theirs.yaml", "trl-kto"),
+        ("trl kto --model_name_or_path m --dataset_name org/rows\n", "train.sh", None),
+        ("python scripts/kto.py --model_name_or_path m --dataset_name org/rows\n", "train.sh", None),
+    ],
+)
+def test_a_kto_config_of_trl_is_recognized(tmp_path: Path, text: str, name: str, dialect: str | None) -> None:
+    import trl
+
+    done = imported(tmp_path, text, name, dialect)
+    assert value(done, "pref_loss") == "kto"
+    assert build_objective(parse_config(done.translation.values)).reads == "labels"
+    defaults = {field.name: field.default for field in fields(trl.KTOConfig)}
+    assert value(done, f"{TRAINING}learning_rate") == defaults["learning_rate"]
+    assert value(done, "sequence_length") == defaults["max_length"]
+    assert value(done, "beta") == defaults["beta"]
+    assert value(done, "actor_train.data_args.truncation") == "response_end", "KTOTrainer cuts at the end"
+    assert "the mean over the whole step" in done.text
+    assert not lost(done)
+
+
+def test_trl_keeps_the_weights_of_labels(tmp_path: Path) -> None:
+    text = f"{TRL}beta: 0.3\ndesirable_weight: 1.5\nundesirable_weight: 0.5\ntrain_sampling_strategy: sequential\n"
+    done = imported(tmp_path, text)
+    assert [value(done, key) for key in ("beta", "desirable_weight", "undesirable_weight")] == [0.3, 1.5, 0.5]
+    assert entry(done, "train_sampling_strategy").outcome == "different meaning", "KTOTrainer takes no other"
+    assert not lost(done)
+    done = imported(tmp_path, f"{text}loss_type: apo_zero_unpaired\n")
+    assert value(done, "pref_loss") == "apo_zero_unpaired"
+    assert lost(done) == {"desirable_weight", "undesirable_weight"}
+    assert lost(imported(tmp_path, f"{TRL}train_sampling_strategy: sequential\n")) == {"train_sampling_strategy"}
+
+
 def test_ms_swift_weighs_labels_with_kto_only(tmp_path: Path) -> None:
     text = SWIFT.replace("rm", "kto") + "desirable_weight: 1.5\n"
     assert value(imported(tmp_path, text), "desirable_weight") == 1.5
     assert lost(imported(tmp_path, f"{text}loss_type: apo_zero_unpaired\n")) == {"desirable_weight"}
+
+
+def test_a_name_of_a_config_class_is_a_dialect(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(TRL)
+    assert value(convert(path, "trl"), "pref_loss") == "sigmoid"
+    with pytest.raises(UserError, match="trl-kto, trl-reward"):
+        convert(path, "trl-ppo")
+
+
+def test_the_weights_of_a_reward_model_keep_their_precision(tmp_path: Path) -> None:
+    done = imported(tmp_path, f"{TRL}{CENTERED}dtype: bfloat16\neos_token: </s>\n")
+    assert value(done, f"{MODEL}master_dtype") == "bf16"
+    assert lost(done) == {"eos_token"}

@@ -41,6 +41,7 @@ _TRL_LOSSES = {"aot_pair": "aot", "aot_unpair": "aot_unpaired", "bco": "bco_pair
 # the losses of TRL 1.x that read label_smoothing; its sigmoid ignores it, ours does not
 _SMOOTHED = ("aot", "aot_unpaired", "exo_pair", "robust")
 _KTO = "the reference point is the mean over the whole step, not over each micro-batch"
+_IN_ORDER = "TRL takes the rows in the order of the file, here they are shuffled"
 # losses whose numbers differ from every trainer's
 _METHODS = {
     "kto": _KTO,
@@ -51,6 +52,8 @@ _IN_QUANTILES = "TRL sorts a micro-batch's pairs, thresher the whole step's: equ
 _DIFFERENT = {
     "aot": _IN_QUANTILES,
     "aot_unpaired": _IN_QUANTILES,
+    "apo_zero_unpaired": _IN_ORDER,
+    "kto": f"{_KTO}; {_IN_ORDER}; TRL splits rows of pairs, here each row needs a label",
     "bco_pair": "TRL classifies the rewards as they are, here minus their running mean",
     "sft": "TRL averages over all tokens of a micro-batch, here over each response, then over the pairs",
 }

@@ -61,6 +61,7 @@ class Dialect:
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # those that differ from ours, given the config's keys
     marks: tuple[frozenset[str], ...] = ()  # sets of keys, each of which identifies a config
     programs: tuple[str, ...] = ()  # what a shell script runs, as words
+    implied: Mapping[str, Any] = field(default_factory=dict)  # keys that its programs stand for
 
     def find(self, key: str) -> Rule | None:
         """Return the rule for a key; None for a key that is not known here."""
@@ -325,7 +326,7 @@ def translate(
     defaults, and settings without effect are left to validation.
     """
     flat = flatten(config, {*dialect.table, *dialect.neutral})
-    given = {key: value for key, value in flat.items() if value is not None}
+    given = {**dialect.implied, **{key: value for key, value in flat.items() if value is not None}}
     defaults = dialect.defaults({"processes": num_devices, **given}) if with_defaults else {}
     run = Translation(dialect, given, defaults, num_devices)
     # in the order of the table: a rule may read what the rules above it have set
