@@ -70,7 +70,8 @@ def test_every_key_of_trl_is_known() -> None:
 
     from trl.scripts.utils import DatasetMixtureConfig
 
-    classes = (trl.DPOConfig, trl.ModelConfig, trl.ScriptArguments, DatasetMixtureConfig)
+    configs = (trl.DPOConfig, trl.KTOConfig, trl.RewardConfig)
+    classes = (*configs, trl.ModelConfig, trl.ScriptArguments, DatasetMixtureConfig)
     assert [field.name for cls in classes for field in fields(cls) if TRL.find(field.name) is None] == []
 
 

@@ -13,10 +13,10 @@ MODEL = "actor_train.model_args."
 FILES = "actor_train.data_args.file_name"
 
 
-def imported(tmp_path: Path, text: str, name: str = "theirs.yaml") -> Conversion:
+def imported(tmp_path: Path, text: str, name: str = "theirs.yaml", dialect: str | None = None) -> Conversion:
     path = tmp_path / name
     path.write_text(text)
-    conversion = convert(path)
+    conversion = convert(path, dialect)
     written = tmp_path / "ours.yaml"
     written.write_text(conversion.text)
     assert load_config(written) == parse_config(conversion.translation.values)

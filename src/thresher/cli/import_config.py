@@ -38,8 +38,8 @@ def import_config(
         typer.Option(
             "--from",
             metavar="TRAINER",
-            help="trl, handbook, llama-factory, axolotl, ms-swift, open-instruct, nemo-rl, roll or colossalchat; "
-            "default: recognized by its keys.",
+            help="trl, trl-kto, trl-reward, handbook, llama-factory, axolotl, ms-swift, open-instruct, nemo-rl, roll "
+            "or colossalchat; default: recognized by its keys.",
         ),
     ] = None,
     force: Annotated[

@@ -1,4 +1,4 @@
-"""axolotl (`rl: dpo`, `ipo`, `simpo`, `orpo`)."""
+"""axolotl (`rl: dpo`, `ipo`, `simpo`, `orpo`, `kto`, and `reward_model`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from thresher.importers import rules as r
 from thresher.importers.huggingface import set_optimizer, set_schedule, set_weight_dtype
 from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Rule, Translation
 
+_REWARD_ROWS = "bradley_terry.chat_template"
 # columns of the row formats that are not named prompt, chosen and rejected
 _COLUMNS = {
     "intel": {"prompt": "question"},
     "icr": {"prompt": "input"},
     "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
+    _REWARD_ROWS: {"prompt": "input"},
 }
 
 
@@ -23,10 +25,10 @@ def _is_lora(run: Translation) -> bool:
 
 
 def _set_method(value: Any, run: Translation) -> None:
-    if value in ("dpo", "ipo", "simpo", "orpo", "kto"):
+    if value in ("dpo", "ipo", "simpo", "orpo"):
         run.set("pref_loss", "sigmoid" if value == "dpo" else value)
-        if value == "kto":
-            run.differs(r.KTO)
+    elif value == "kto":
+        r.set_method("kto", run)
     else:
         run.lacks(r.OTHER_METHOD)
 
@@ -42,7 +44,8 @@ def _set_datasets(target: str) -> r.Function:
             run.set(f"{key}_key", column)
         if any(each != columns[0] for each in columns):
             run.lacks("chosen_key, rejected_key and prompt_key hold for all files; give the files the same columns")
-        styles = {str(each.get("type", "")).partition(".")[0] for each in sets} - {"", "chat_template"}
+        kinds = {str(each.get("type", "")) for each in sets} - {_REWARD_ROWS}
+        styles = {kind.partition(".")[0] for kind in kinds} - {"", "chat_template"}
         for style in styles:
             if style in r.TEMPLATES:
                 run.set(f"{DATA}template", r.TEMPLATES[style])
@@ -60,13 +63,14 @@ def _source(each: Mapping[str, Any]) -> str:
 
 
 def _columns(each: Mapping[str, Any]) -> dict[str, str]:
-    kind = each.get("type", "")
+    kind = each.get("type") or ""
     if isinstance(kind, Mapping):
         fields: Mapping[str, Any] = kind
         columns = {"prompt": fields.get("field_prompt")}
     else:
         fields = each
-        columns = {"prompt": each.get("field_messages"), **_COLUMNS.get(str(kind).partition(".")[2], {})}
+        named = _COLUMNS.get(kind) or _COLUMNS.get(kind.partition(".")[2], {})
+        columns = {"prompt": each.get("field_messages"), **named}
     columns |= {key: fields[f"field_{key}"] for key in ("chosen", "rejected") if fields.get(f"field_{key}")}
     return {key: column for key, column in columns.items() if column and column != key}
 
@@ -74,7 +78,7 @@ def _columns(each: Mapping[str, Any]) -> dict[str, str]:
 def _set_length(value: Any, run: Translation) -> None:
     how = run.get("excess_length_strategy", "drop")
     run.set("sequence_length", value)
-    if how == "truncate":
+    if how == "truncate" or run.get("reward_model"):  # whose rows are cut in any case
         run.set(f"{DATA}truncation", "response_end")
     elif how == "raise":
         run.differs("long pairs are dropped and reported, not an error")
@@ -138,6 +142,8 @@ _OWN: r.Table = {
     "kto_undesirable_weight": r.if_loss("undesirable_weight", "kto"),
     "dpo_loss_type": r.losses("dpo_loss_weights", "dpo_label_smoothing"),
     "dpo_loss_weights": r.part_of("dpo_loss_type", "pref_loss"),
+    "reward_model": r.REWARDS,
+    "center_rewards_coefficient": r.if_loss("center_rewards_coefficient", "bradley_terry"),
     **dict.fromkeys(("rl_beta", "dpo_beta", "trl.beta"), r.to("beta")),
     "orpo_alpha": r.if_loss("beta", "orpo"),
     "simpo_gamma": r.if_loss("gamma", "simpo"),
@@ -158,7 +164,7 @@ _OWN: r.Table = {
         r.lora_targets,
     ),
     "peft_use_dora": r.lacks(r.DORA),
-    "lora_modules_to_save": r.lacks(r.TRAINED_MODULES),
+    "lora_modules_to_save": r.MODULES_TO_SAVE,
     "lora_model_dir": r.ADAPTER,
     "peft_init_lora_weights": r.LORA_INIT,
     **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit gptq quantization model_quantization_config quantize_moe_experts"),
@@ -221,7 +227,7 @@ _OWN: r.Table = {
     ),
     **r.lack(r.ONE_OPTIMIZER, "adam_beta3 adam_epsilon2 jagged_restart_steps lisa_n_layers"),
     **r.lack("there is no such schedule", "cosine_constant_lr_ratio lr_quadratic_warmup lr_div_factor"),
-    **r.lack(r.OTHER_METHOD, "reward_model process_reward_model use_eaft trainer_cls"),
+    **r.lack(r.OTHER_METHOD, "process_reward_model use_eaft trainer_cls"),
     **r.lack("the rows of a file cannot be chosen", "dataset_shard_num min_sample_len curriculum_sampling"),
     "noisy_embedding_alpha": r.lacks("noise on embeddings is not supported"),
     **r.drop("plugins are not run; those with kernels change numbers by rounding only", "plugins"),
@@ -231,7 +237,7 @@ _OWN: r.Table = {
 # what axolotl finds by itself, kernels, packing, memory, trackers, caches, generation, pretraining and other methods
 NEUTRAL = f"""{huggingface.NEUTRAL}
 activation_offloading auto_resume_from_checkpoints axolotl_config_path base_model_config batch_flattening batch_size
-bench_* bnb_config_kwargs center_rewards_coefficient chunked_cross_entropy* cls_model_config comet_*
+bench_* bnb_config_kwargs chunked_cross_entropy* cls_model_config comet_*
 dataset_keep_in_memory dataset_prepared_path dataset_shard_idx ddp deepcompile device device_map dion_* do_bench_eval
 do_causal_lm_eval dp_shard_size dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep dynamic_checkpoint eaft_*
 ebft ebft.* embeddings_skip_upcast eval_causal_lm_metrics eval_max_new_tokens eval_sample_packing eval_sequence_len

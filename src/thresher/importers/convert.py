@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from thresher.redact import escape_control_chars, redact, redact_text
 # in the order in which they are tried: the keys of TRL are a part of the others' keys
 _TRAINERS: tuple[tuple[str, ModuleType, str, tuple[str, ...]], ...] = (
     ("ROLL", roll, "actor_train", ("start_dpo_pipeline.py",)),
-    ("NeMo-RL", nemo_rl, "policy dpo", ("run_dpo.py",)),
+    ("NeMo-RL", nemo_rl, "policy dpo, policy rm", ("run_dpo.py", "run_rm.py")),
     ("axolotl", axolotl, "base_model", ("axolotl train", "axolotl.cli.train")),
     (
         "LLaMA-Factory",
@@ -62,6 +63,13 @@ DIALECTS = tuple(
 )
 NAMES = {dialect.name: dialect for dialect in DIALECTS}
 NAMES |= dict.fromkeys(("handbook", "alignment-handbook"), NAMES["trl"])
+# a YAML for TRL does not name its config class; a program or --from does
+_CLASSES = {
+    f"trl-{name}": replace(NAMES["trl"], marks=(), programs=(f"trl {name}", f"scripts/{name}.py"), implied=implied)
+    for name, implied in trl.CLASSES.items()
+}
+NAMES |= _CLASSES
+_READ = (*DIALECTS, *_CLASSES.values())
 
 _MODEL = ("pretrain", "layout", "sequence_length", "prompt_key", "chosen_key", "rejected_key")
 _ROLES = ("actor_train", "reference", "validation")
@@ -80,7 +88,7 @@ def convert(path: Path, dialect_name: str | None = None) -> Conversion:
     """Translate a config file or a training script; the result is valid."""
     if dialect_name is not None and dialect_name not in NAMES:
         raise UserError(f"unknown dialect {dialect_name}; use one of {', '.join(NAMES)}")
-    config = read_foreign(path, (NAMES[dialect_name],) if dialect_name else DIALECTS)
+    config = read_foreign(path, (NAMES[dialect_name],) if dialect_name else _READ)
     dialect = config.dialect
     if dialect is None:
         names = ", ".join(dialect.title for dialect in DIALECTS)
@@ -93,7 +101,7 @@ def convert(path: Path, dialect_name: str | None = None) -> Conversion:
 def find_trainer(path: Path) -> str | None:
     """Return the title of the trainer whose config a file is; None for ours, and for ROLL's, whose keys are ours."""
     try:
-        dialect = read_foreign(path, DIALECTS).dialect
+        dialect = read_foreign(path, _READ).dialect
     except UserError:
         return None
     return None if dialect is None or dialect.name == "roll" else dialect.title

@@ -1,4 +1,4 @@
-"""LLaMA-Factory (`stage: dpo` and `kto`)."""
+"""LLaMA-Factory (`stage: dpo`, `kto` and `rm`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,21 @@ def _set_stage(value: Any, run: Translation) -> None:
     if value == "dpo":
         run.ignore("preference training")
     elif value == "kto":
-        run.set("pref_loss", "kto")
-        run.differs(r.KTO)
+        r.set_method("kto", run)
+    elif value == "rm":
+        r.set_method("bradley_terry", run)
+        run.note("LLaMA-Factory's head has dropout, here it has none")
     else:
         run.lacks(r.OTHER_METHOD)
+
+
+def _set_loss(value: Any, run: Translation) -> None:
+    if run.get("stage", "dpo") != "dpo":
+        run.ignore("only in stage dpo")
+    elif value in _LOSSES:
+        run.set("pref_loss", value)
+    else:
+        run.lacks(f"there is no loss {value}")
 
 
 def _set_dataset(target: str) -> r.Function:
@@ -71,11 +82,11 @@ def _set_pissa(_: Any, run: Translation) -> None:
 
 
 _OWN: r.Table = {
-    "stage": r.by(_set_stage, "pref_loss", note="dpo and kto; the other stages have no equivalent"),
+    "stage": r.by(_set_stage, "pref_loss", note="dpo, kto and rm; the other stages have no equivalent"),
     "kto_chosen_weight": r.if_loss("desirable_weight", "kto"),
     "kto_rejected_weight": r.if_loss("undesirable_weight", "kto"),
     "model_name_or_path": r.to("pretrain"),
-    "pref_loss": r.choice("pref_loss", {name: name for name in _LOSSES}, lacks="there is no loss {}"),
+    "pref_loss": r.by(_set_loss, "pref_loss"),
     "pref_beta": r.to("beta"),
     "pref_ftx": r.switch("rpo_alpha"),
     "simpo_gamma": r.if_loss("gamma", "simpo"),
@@ -145,7 +156,7 @@ use_reentrant_gc use_swanlab use_unsloth use_unsloth_gc use_v1_kernels video_* v
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     lora = {"lora_rank": 8, "lora_target": "all"} if given.get("finetuning_type", "lora") == "lora" else {}
     simpo = {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
-    loss = {"pref_beta": 0.1} if given.get("stage") == "kto" else {"pref_loss": "sigmoid", "pref_beta": 0.1}
+    loss = {"pref_loss": "sigmoid", "pref_beta": 0.1}
     rate = {"learning_rate": 5e-5, "lr_scheduler_type": "linear"}
     memory = {"cutoff_len": 2048, "disable_gradient_checkpointing": False}
     steps = {"num_train_epochs": 3.0, "per_device_train_batch_size": 8, "logging_steps": 500, "save_steps": 500}

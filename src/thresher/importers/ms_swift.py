@@ -45,9 +45,8 @@ def _set_method(value: Any, run: Translation) -> None:
         run.set("pref_loss", "simpo" if run.get("loss_type") == "simpo" else value)
     elif value == "dpo":
         run.set("pref_loss", "sigmoid")
-    elif value == "kto":
-        run.set("pref_loss", "kto")
-        run.differs(r.KTO)
+    elif value in ("kto", "rm"):
+        r.set_method("kto" if value == "kto" else "bradley_terry", run)
     else:
         run.lacks(r.OTHER_METHOD)
 
@@ -55,7 +54,9 @@ def _set_method(value: Any, run: Translation) -> None:
 def _set_loss(value: Any, run: Translation) -> None:
     from thresher.losses import loss_names  # imports torch
 
-    if run.get("rlhf_type", "dpo") not in ("cpo", "simpo", "orpo"):
+    if run.get("rlhf_type") == "rm":
+        run.ignore("a reward model has one loss")
+    elif run.get("rlhf_type", "dpo") not in ("cpo", "simpo", "orpo"):
         r.set_losses(value, run, "loss_weights")
     elif value in loss_names() and value != "alphapo":  # ms-swift has no key for its alpha
         run.use("pref_loss")
@@ -113,11 +114,11 @@ def _set_decay(value: Any, run: Translation) -> None:
 
 
 _OWN: r.Table = {
-    "rlhf_type": r.by(_set_method, "pref_loss", note="dpo, cpo, simpo, orpo and kto; others have no equivalent"),
-    "desirable_weight": r.if_loss("desirable_weight", "kto"),
-    "undesirable_weight": r.if_loss("undesirable_weight", "kto"),
+    "rlhf_type": r.by(_set_method, "pref_loss", note="dpo, cpo, simpo, orpo, kto and rm; others have no equivalent"),
     "loss_type": r.by(_set_loss, "pref_loss"),
     "loss_weights": r.part_of("loss_type", "pref_loss"),
+    **r.LABEL_WEIGHTS,
+    "center_rewards_coefficient": r.if_loss("center_rewards_coefficient", "bradley_terry"),
     "model": r.to("pretrain", "ms-swift reads ModelScope unless use_hf is set, thresher the Hugging Face Hub"),
     **r.kept("", "beta ld_alpha f_divergence_type"),
     "label_smoothing": r.if_loss("label_smoothing", "sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"),
@@ -133,7 +134,7 @@ _OWN: r.Table = {
     **dict.fromkeys(_TUNER_KEYS, r.lora_switch("full or lora", full="full")),
     **r.lora_rules(_is_lora, "lora_rank", targets="target_modules", rslora="use_rslora"),
     "use_dora": r.lacks(r.DORA),
-    "modules_to_save": r.lacks(r.TRAINED_MODULES),
+    "modules_to_save": r.MODULES_TO_SAVE,
     **r.lack("adapters are on named modules", "target_regex target_parameters"),
     "init_weights": r.LORA_INIT,
     "lora_bias": r.lacks("biases are not trained", "none"),
@@ -215,7 +216,7 @@ NEUTRAL = f"""{huggingface.NEUTRAL}
 acc_strategy account_for_* accumulate_allreduce_grads_in_fp32 adalora_* adapter_act adapter_length add_version align_*
 aligner_lr apply_rope_fusion async_save attention_backend attention_softmax_in_fp32 batch_p2p_comm bias_*_fusion
 bnb_4bit_* boft_* bridge_backend cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss
-center_rewards_coefficient check_model cp_* create_checkpoint_symlink cross_entropy_* csa_dense_mode
+check_model cp_* create_checkpoint_symlink cross_entropy_* csa_dense_mode
 custom_dataset_info custom_register_path data_parallel_* data_sharding decoder_*_pipeline_num_layers
 deepspeed_autotp_size device_map disable_auto_column_mapping disable_ignore_empty_think dist_ckpt_*
 distrib_optim_* download_mode ds3_gather_for_generation dsa_indexer_use_sparse_loss enable_channel_loss enable_dft_loss

@@ -1,4 +1,4 @@
-"""NeMo-RL (`examples/run_dpo.py`)."""
+"""NeMo-RL (`examples/run_dpo.py` and `run_rm.py`)."""
 
 from __future__ import annotations
 
@@ -126,6 +126,15 @@ def _if_tracked(name: str, target: str) -> Rule:
     return r.only_if(lambda run: run.get(f"logger.{name}_enabled"), target, f"{name} is off")
 
 
+# keys of both algorithms
+_ALGORITHM: r.Table = {
+    "seed": r.to("seed"),
+    "max_num_epochs": r.to("num_train_epochs"),
+    "max_num_steps": r.positive("max_steps"),
+    "val_period": r.positive("eval_steps"),
+    "val_at_start": r.to("eval_on_start"),
+    "val_micro_batch_size": r.to(f"{TRAINING}per_device_eval_batch_size"),
+}
 TABLE: r.Table = {
     "dpo.preference_average_log_probs": r.by(_set_average, "pref_loss"),
     "dpo.preference_loss_weight": r.part_of("dpo.preference_average_log_probs", "pref_loss"),
@@ -133,12 +142,11 @@ TABLE: r.Table = {
     "dpo.reference_policy_kl_penalty": r.to("beta"),
     "dpo.sft_loss_weight": r.by(_set_sft, "rpo_alpha", off="off"),
     "dpo.sft_average_log_probs": r.part_of("dpo.sft_loss_weight", "rpo_alpha"),
-    "dpo.seed": r.to("seed"),
-    "dpo.max_num_epochs": r.to("num_train_epochs"),
-    "dpo.max_num_steps": r.positive("max_steps"),
-    "dpo.val_period": r.positive("eval_steps"),
-    "dpo.val_at_start": r.to("eval_on_start"),
-    "dpo.val_micro_batch_size": r.to(f"{TRAINING}per_device_eval_batch_size"),
+    "policy.reward_model_cfg.enabled": r.REWARDS,
+    "policy.reward_model_cfg.reward_model_type": r.lacks(
+        "the loss of a reward model is bradley_terry", "bradley_terry"
+    ),
+    **{f"{section}.{key}": rule for section in ("dpo", "rm") for key, rule in _ALGORITHM.items()},
     "policy.model_name": r.to("pretrain"),
     "policy.tokenizer.name": r.tokenizer("policy.model_name"),
     "policy.tokenizer.chat_template": r.template("default"),
@@ -214,11 +222,13 @@ policy.dtensor_cfg.env_vars* policy.dtensor_cfg.expert_parallel_size policy.dten
 policy.dtensor_cfg.lora_cfg.use_triton policy.dtensor_cfg.moe_parallelizer* policy.dtensor_cfg.sequence_parallel
 policy.dynamic_batching* policy.generation* policy.logprob_batch_size policy.make_sequence_length_divisible_by
 policy.offload_optimizer_for_logprob policy.optimizer.kwargs.foreach policy.optimizer.kwargs.fused
-policy.refit_buffer_size_gb policy.sequence_packing*
+policy.refit_buffer_size_gb policy.sequence_packing* rm.val_batches rm.val_global_batch_size
 """
 
 
-def defaults(_given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get("policy.reward_model_cfg.enabled"):
+        return {"rm.max_num_epochs": 1}
     return {
         "dpo.preference_average_log_probs": False,
         "dpo.reference_policy_kl_penalty": 0.05,

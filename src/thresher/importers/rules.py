@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -27,7 +28,6 @@ REFERENCE_ADAPTER = "the reference cannot have its own adapter; merge it into th
 DORA = "DoRA is not supported; plain LoRA is used"
 TRAINED_MODULES = "modules besides the LoRA adapters cannot be trained"
 FROZEN = "parameters are frozen by name prefix only; set freeze_module_prefix"
-KTO = "the reference point is the mean over the whole step, not over each micro-batch"
 OTHER_METHOD = "this is not preference training"
 ONE_OPTIMIZER = "AdamW is the only optimizer"
 ONE_RATE = "all parameters have one learning rate"
@@ -40,11 +40,20 @@ _DATA_SUFFIXES = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".ar
 _TRL_LOSSES = {"aot_pair": "aot", "aot_unpair": "aot_unpaired", "bco": "bco_pair"}
 # the losses of TRL 1.x that read label_smoothing; its sigmoid ignores it, ours does not
 _SMOOTHED = ("aot", "aot_unpaired", "exo_pair", "robust")
+_KTO = "the reference point is the mean over the whole step, not over each micro-batch"
+_IN_ORDER = "TRL takes the rows in the order of the file, here they are shuffled"
+# losses whose numbers differ from every trainer's
+_METHODS = {
+    "kto": _KTO,
+    "bradley_terry": "a new head starts at zero here, at random there; with LoRA it is trained too",
+}
 _IN_QUANTILES = "TRL sorts a micro-batch's pairs, thresher the whole step's: equal if a step is one micro-batch"
 # losses whose numbers differ from TRL's
 _DIFFERENT = {
     "aot": _IN_QUANTILES,
     "aot_unpaired": _IN_QUANTILES,
+    "apo_zero_unpaired": _IN_ORDER,
+    "kto": f"{_KTO}; {_IN_ORDER}; TRL splits rows of pairs, here each row needs a label",
     "bco_pair": "TRL classifies the rewards as they are, here minus their running mean",
     "sft": "TRL averages over all tokens of a micro-batch, here over each response, then over the pairs",
 }
@@ -230,6 +239,21 @@ def set_losses(value: Any, run: Translation, weights_key: str, smoothing_key: st
     return None
 
 
+def set_method(loss: str, run: Translation) -> None:
+    """Set the loss of a reward model or of KTO."""
+    run.set("pref_loss", loss)
+    run.differs(_METHODS[loss])
+
+
+def _set_label_weight(value: Any, run: Translation, name: str) -> None:
+    if "kto" in run.losses:
+        run.set(name, value)
+    elif "apo_zero_unpaired" in run.losses and value != 1:
+        run.lacks("apo_zero_unpaired has no weights of labels; give the rows a column `weight`")
+    else:
+        run.ignore("only for kto")
+
+
 def _set_label_smoothing(value: Any, run: Translation) -> None:
     smoothed = set(run.losses) & set(_SMOOTHED)
     if value and not smoothed and "sigmoid" in run.losses:
@@ -248,7 +272,11 @@ def _set_cpo_alpha(value: Any, run: Translation) -> None:
         run.differs("the NLL term of CPO-SimPO; TRL averages over the tokens of the batch, here per pair")
 
 
+REWARDS = by(lambda _, run: set_method("bradley_terry", run), "pref_loss", off="off")
 CPO_ALPHA = by(_set_cpo_alpha, "rpo_alpha", off="off")
+LABEL_WEIGHTS: Table = {
+    name: by(partial(_set_label_weight, name=name), name) for name in ("desirable_weight", "undesirable_weight")
+}
 LABEL_SMOOTHING = by(_set_label_smoothing, "label_smoothing", note="not with sigmoid, where TRL 1.x ignores it")
 
 
@@ -319,6 +347,8 @@ def _set_adapter(value: Any, run: Translation) -> None:
         run.lacks("training starts from one adapter; merge the others into the model first")
 
 
+# `score` is the head of a reward model, which is trained anyway; other models have none
+MODULES_TO_SAVE = lacks(TRAINED_MODULES, "score", ["score"])
 LORA_INIT = by(_set_lora_init, f"{MODEL}lora_init", note="pissa and pissa_niter_N")
 ADAPTER = by(_set_adapter, f"{MODEL}adapter_name_or_path", note="the reference starts from the adapter too")
 

@@ -25,6 +25,11 @@ Outcome = Literal[
     "kept", "renamed", "translated", "different meaning", "no equivalent", "no effect", "changes nothing here"
 ]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+# keys for log-probabilities and answers, which a reward model does not have
+_OF_POLICIES = (
+    *("ld_alpha", "rpo_alpha", "use_wpo", "f_divergence_type", "f_alpha_divergence_coef"),
+    "samples.num_prompts",
+)
 _NO_WARMUP = "the schedule `constant` has no warm-up, there and here"
 _UNSET: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "no")
 
@@ -56,6 +61,7 @@ class Dialect:
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # those that differ from ours, given the config's keys
     marks: tuple[frozenset[str], ...] = ()  # sets of keys, each of which identifies a config
     programs: tuple[str, ...] = ()  # what a shell script runs, as words
+    implied: Mapping[str, Any] = field(default_factory=dict)  # keys that its programs stand for
 
     def find(self, key: str) -> Rule | None:
         """Return the rule for a key; None for a key that is not known here."""
@@ -151,7 +157,7 @@ class Translation:
         self.entries[-1].outcome = "no effect"
         self.note(note)
 
-    def unset(self, target: str, note: str) -> None:
+    def unset(self, target: str, note: str, outcome: Outcome = "no effect") -> None:
         """Remove one of our keys again; the entries that set it alone get the note."""
         if target not in self._flat:
             return
@@ -160,8 +166,12 @@ class Translation:
             if target in entry.targets:
                 entry.targets.remove(target)
                 if not entry.targets and entry.outcome != "no equivalent":
-                    entry.outcome = "no effect"
+                    entry.outcome = outcome
                     entry.notes.append(note)
+
+    def unset_section(self, section: str, note: str, outcome: Outcome = "no effect") -> None:
+        for target in [each for each in self._flat if each.startswith(section)]:
+            self.unset(target, note, outcome)
 
     def apply(self, key: str, value: Any, rule: Rule | None) -> None:
         """Apply the rule of one key."""
@@ -241,14 +251,28 @@ class Translation:
 
         return any(loss not in loss_names() or loss_class(loss).needs_reference for loss in self.losses)
 
+    @property
+    def trains_rewards(self) -> bool:
+        """Whether the policy is a reward model; this imports torch."""
+        from thresher.losses import loss_class, loss_names
+
+        return any(loss in loss_names() and loss_class(loss).trains_rewards for loss in self.losses)
+
     def tidy(self) -> None:
         """Remove settings that have no effect together with the others, which validation would reject."""
         from thresher.losses import loss_names, parameter_defaults
 
+        names, trains_rewards = " + ".join(self.losses), self.trains_rewards
         known = [parameter_defaults(loss) for loss in self.losses if loss in loss_names()]
-        for parameter in ("beta", "label_smoothing", "cpo_alpha", "discopop_tau"):
+        of_policies = _OF_POLICIES if trains_rewards else ()
+        for parameter in ("beta", "label_smoothing", "cpo_alpha", "discopop_tau", *of_policies):
             if not any(parameter in parameters for parameters in known):
-                self.unset(parameter, f"{' + '.join(self.losses)} has no {parameter}")
+                self.unset(parameter, f"{names} has no {parameter}")
+        if not self.needs_reference:
+            self.unset_section("reference.", f"{names} has no reference")
+        if trains_rewards and self.value(f"{STRATEGY}strategy_name") == "megatron_train":
+            note = "megatron_train does not train reward models; fsdp2_train does"
+            self.unset_section(STRATEGY, note, "no equivalent")
         if self.value(EVAL_FILES):
             for name in ("template", "template_arguments", "system_prompt", "truncation"):
                 if self.value(f"{DATA}{name}") is not None:
@@ -302,7 +326,7 @@ def translate(
     defaults, and settings without effect are left to validation.
     """
     flat = flatten(config, {*dialect.table, *dialect.neutral})
-    given = {key: value for key, value in flat.items() if value is not None}
+    given = {**dialect.implied, **{key: value for key, value in flat.items() if value is not None}}
     defaults = dialect.defaults({"processes": num_devices, **given}) if with_defaults else {}
     run = Translation(dialect, given, defaults, num_devices)
     # in the order of the table: a rule may read what the rules above it have set

@@ -1,4 +1,4 @@
-"""TRL (`trl dpo`), and alignment-handbook, which adds its own datasets to TRL's keys."""
+"""TRL (`trl dpo`, `kto`, `reward`), and alignment-handbook, which adds its own datasets to TRL's keys."""
 
 from __future__ import annotations
 
@@ -53,6 +53,21 @@ def _set_mixer(value: Any, run: Translation) -> None:
     set_files(run, train, test)
     if any(fraction != 1.0 for fraction in value.values()):
         run.lacks(r.MIXED)
+
+
+def _set_rewards(value: Any, run: Translation) -> None:
+    r.set_method("bradley_terry", run)
+    if value:
+        run.set("center_rewards_coefficient", value)
+
+
+def _set_sampling(value: Any, run: Translation) -> None:
+    if value == "random":
+        run.ignore(r.SHUFFLED)
+    elif value == "sequential" and not {"kto", "apo_zero_unpaired"}.isdisjoint(run.losses):
+        run.differs(r.SHUFFLED)
+    else:
+        run.lacks(r.SHUFFLED)
 
 
 def _is_lora(run: Translation) -> bool:
@@ -124,6 +139,10 @@ TABLE: r.Table = {
     "simpo_gamma": r.if_loss("gamma", "simpo", "alphapo"),
     "cpo_alpha": r.CPO_ALPHA,
     "alpha": r.by(_set_alpha, "alphapo_alpha"),
+    # of KTOConfig and RewardConfig
+    **r.LABEL_WEIGHTS,
+    "center_rewards_coefficient": r.by(_set_rewards, "pref_loss", "center_rewards_coefficient"),
+    "eos_token": r.lacks("set eos_token in the tokenizer's files"),
     "generate_during_eval": r.SAMPLES,
     "reference_free": r.switch("reference.mode", "none", off="there is a reference"),
     "sync_ref_model": r.by(_set_sync, "reference.sync_steps", "reference.sync_alpha", off="the reference is frozen"),
@@ -135,7 +154,7 @@ TABLE: r.Table = {
     **r.lora_rules(_is_lora, "lora_r", targets="lora_target_modules", rslora="use_rslora"),
     "use_dora": r.lacks(r.DORA),
     "lora_target_parameters": r.lacks("adapters are on modules, not on parameters"),
-    "lora_modules_to_save": r.lacks(r.TRAINED_MODULES),
+    "lora_modules_to_save": r.MODULES_TO_SAVE,
     **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit"),
     **dict.fromkeys(("dtype", "torch_dtype"), r.by(_set_weight_dtype, f"{MODEL}dtype", f"{MODEL}master_dtype")),
     **r.kept(MODEL, "attn_implementation trust_remote_code pad_token"),
@@ -173,7 +192,10 @@ TABLE: r.Table = {
     **r.lack("prompt and response share sequence_length", "max_prompt_length max_completion_length"),
     "tools": r.lacks("add a `tools` column to the rows"),
     **huggingface.TABLE,
+    "train_sampling_strategy": r.by(_set_sampling, note=r.SHUFFLED),
 }
+# a key of KTOConfig and RewardConfig that tells them from DPOConfig, by their programs: `trl kto`
+CLASSES: dict[str, dict[str, Any]] = {"kto": {"loss_type": "kto"}, "reward": {"center_rewards_coefficient": 0.0}}
 NEUTRAL = f"""{huggingface.NEUTRAL}
 activation_offloading bnb_4bit_quant_* dataset_streaming force_use_ref_model ignore_bias_buffers is_encoder_decoder
 label_pad_token_id lora_task_type pad_to_multiple_of padding_free padding_value streaming use_bnb_nested_quant
@@ -187,8 +209,12 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     loss: dict[str, Any] = {"loss_type": ["sigmoid"], "beta": 0.1}
     if given.get("loss_type") in ("simpo", "alphapo"):  # CPOTrainer, which sets cpo_alpha to 0 for alphapo
         loss |= {"simpo_gamma": 0.5, **({"cpo_alpha": 1.0} if given["loss_type"] == "simpo" else {"alpha": 0.0})}
+    elif {"desirable_weight", "undesirable_weight"} & given.keys():
+        loss["loss_type"] = "kto"
     rate = {"learning_rate": 1e-6, "lr_scheduler_type": "linear"}
     memory = {"gradient_checkpointing": True, "bf16": not given.get("fp16")}
     lengths = {"max_length": 1024, "truncation_mode": "keep_start"}
+    if "center_rewards_coefficient" in given:  # RewardTrainer drops longer rows
+        loss, rate["learning_rate"], lengths = {}, 1e-4, {"max_length": 1024}
     steps = {"num_train_epochs": 3.0, "per_device_train_batch_size": 8, "logging_steps": 10, "save_steps": 500}
     return {**loss, **rate, **memory, **lengths, **steps, **(lora if given.get("use_peft") else {})}
