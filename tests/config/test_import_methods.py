@@ -221,3 +221,11 @@ def test_the_weights_of_a_reward_model_keep_their_precision(tmp_path: Path) -> N
     done = imported(tmp_path, f"{TRL}{CENTERED}dtype: bfloat16\neos_token: </s>\n")
     assert value(done, f"{MODEL}master_dtype") == "bf16"
     assert lost(done) == {"eos_token"}
+
+
+def test_llama_factory_adds_an_nll_term_to_pairs_only(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nstage: {}\ndataset: d\npref_ftx: 0.5\n"
+    assert value(imported(tmp_path, text.format("dpo")), "rpo_alpha") == 0.5
+    done = imported(tmp_path, text.format("kto"))
+    assert lost(done) == {"pref_ftx"}
+    assert value(done, "rpo_alpha") is None

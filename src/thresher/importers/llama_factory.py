@@ -40,6 +40,13 @@ def _set_loss(value: Any, run: Translation) -> None:
         run.lacks(f"there is no loss {value}")
 
 
+def _set_ftx(value: Any, run: Translation) -> None:
+    if run.get("stage", "dpo") == "kto":
+        run.lacks("labelled responses have no NLL term of this weight; use pref_loss: {kto: 1, sft: WEIGHT}")
+    else:
+        run.set("rpo_alpha", value)
+
+
 def _set_dataset(target: str) -> r.Function:
     def function(value: Any, run: Translation) -> None:
         names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
@@ -88,7 +95,7 @@ _OWN: r.Table = {
     "model_name_or_path": r.to("pretrain"),
     "pref_loss": r.by(_set_loss, "pref_loss"),
     "pref_beta": r.to("beta"),
-    "pref_ftx": r.switch("rpo_alpha"),
+    "pref_ftx": r.by(_set_ftx, "rpo_alpha", off="off"),
     "simpo_gamma": r.if_loss("gamma", "simpo"),
     "dpo_label_smoothing": r.if_loss("label_smoothing", "sigmoid"),
     "pref_bco_weight": r.lacks("sigmoid plus BCO: use a pref_loss mapping of sigmoid and bco_pair", 0.0),
