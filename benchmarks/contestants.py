@@ -21,8 +21,9 @@ from thresher.checkpoint.manager import CheckpointManager
 from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import Blocks, CostModel, MicroBatching, ScoringBatching
+from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import Plan
-from thresher.data.example import Example, ExampleBatch
+from thresher.data.example import Example, ExampleBatch, Kind
 from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
 from thresher.data.store.reader import ExampleStore
 from thresher.data.store.writer import StoreWriter
@@ -90,14 +91,14 @@ COLUMNS = {
 }
 
 
-def write_store(pairs: Sequence[Example], directory: Path) -> ExampleStore:
-    with StoreWriter(directory, shard_rows=65_536) as writer:
-        writer.append(pairs_to_record_batch(pairs, [hash_pair(pair) for pair in pairs]))
+def write_store(pairs: Sequence[Example], directory: Path, kind: Kind = "pairs") -> ExampleStore:
+    with StoreWriter(directory, shard_rows=65_536, kind=kind) as writer:
+        writer.append(pairs_to_record_batch(pairs, [hash_pair(pair) for pair in pairs], kind))
         writer.finish({"identity": "benchmark"})
     return ExampleStore.open(directory)
 
 
-def score_reference(column: Column, store: ExampleStore, plan: Plan) -> PrecomputedReference:
+def score_reference(column: Column, store: Examples, plan: Plan) -> PrecomputedReference:
     """Score every pair with the reference; all contestants that precompute use these logps."""
     scorer = infer_engine(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     cache = ReferenceCache(Path(tempfile.mkdtemp()), ReferenceFingerprint("", "", "", ""), "random weights")
@@ -115,11 +116,12 @@ def score_reference(column: Column, store: ExampleStore, plan: Plan) -> Precompu
 
 def thresher_trainer(
     column: Column,
-    store: ExampleStore,
+    store: Examples,
     plan: Plan,
     layout: Layout,
     reference: PrecomputedReference,
     *,
+    loss: str = "sigmoid",
     max_tokens: int | None = DEFAULT_TOKENS_PER_MICRO_BATCH,
     checkpointing: bool = False,
     compiled: bool = False,
@@ -139,7 +141,7 @@ def thresher_trainer(
     return RankTrainer(
         DPOConfig(output_dir=str(directory)),
         policy,
-        Objective(terms=((make_loss("sigmoid", {}), 1.0),)),
+        Objective(terms=((make_loss(loss, {}), 1.0),)),
         plan,
         train=store,
         validation=None,
@@ -236,14 +238,7 @@ def trl_step(
     trainer.precompute_ref_logps = reference is not None
     if reference is not None:
         trainer.ref_model = None  # as after precomputing in TRL
-    # as Trainer.train() does before its first step
-    trainer.current_gradient_accumulation_steps = 1
-    if checkpointing:
-        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert trainer.model.is_gradient_checkpointing == checkpointing
-    trainer.create_optimizer_and_scheduler(num_training_steps=plan.num_steps)
-    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
-    trainer.model_wrapped = model
+    train = optimizer_step(trainer, plan.num_steps, checkpointing=checkpointing)
 
     def step(number: int) -> float:
         trl.trainer.utils._use_triton = (lambda device: True) if force_compact_head else own_choice
@@ -252,8 +247,24 @@ def trl_step(
         if reference is not None:
             sides = reference.logps(ExampleBatch(ids, tuple(pairs[i] for i in ids)))
             _add_reference(examples, sides)
-        inputs = trainer.data_collator(examples)
-        loss = trainer.training_step(model, inputs)
+        return train(examples)
+
+    return step
+
+
+def optimizer_step(trainer: Any, num_steps: int, *, checkpointing: bool) -> Callable[[list[dict[str, Any]]], float]:
+    """A step of a TRL trainer on given examples, as in `Trainer.train()`, without the rest of its loop."""
+    # as Trainer.train() does before its first step
+    trainer.current_gradient_accumulation_steps = 1
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert trainer.model.is_gradient_checkpointing == checkpointing
+    trainer.create_optimizer_and_scheduler(num_training_steps=num_steps)
+    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped = model
+
+    def step(examples: list[dict[str, Any]]) -> float:
+        loss = trainer.training_step(model, trainer.data_collator(examples))
         trainer.accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         model.zero_grad(set_to_none=True)
