@@ -131,6 +131,7 @@ class Field:
         return thresher_step(thresher_trainer(COLUMN, visits, plan, layouts()["shared"], reference, loss="kto"))
 
     def _trl_kto(self, *, is_default: bool) -> Step:
+        import trl.trainer.utils
         from trl import KTOConfig, KTOTrainer
 
         visits, plan = self._labels()
@@ -158,7 +159,11 @@ class Field:
             trainer.ref_model = None  # as after precomputing in TRL
         train = optimizer_step(trainer, plan.num_steps, checkpointing=is_default)
 
+        own_choice = trl.trainer.utils._use_triton
+
         def step(number: int) -> float:
+            # TRL's GPU path, which scores response positions only; TRL does not use it on a CPU
+            trl.trainer.utils._use_triton = own_choice if is_default else lambda device: True
             batch = visits.read(plan.pair_ids(number))
             rows = [_trl_row(each) for each in batch.pairs]
             if reference is not None:
