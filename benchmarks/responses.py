@@ -56,7 +56,7 @@ COLUMN = COLUMNS["h384-L6-V8k-fp32"]
 LISTS, PAIRS, TRL = "thresher, lists", "thresher, the same comparisons as pairs", "TRL, the same comparisons as pairs"
 TRL_DEFAULT, TRL_FASTEST, KTO = (
     "TRL default (checkpointing)",
-    "TRL, no checkpointing, reference precomputed",
+    "TRL, no checkpointing, reference precomputed, GPU head forced",
     "thresher",
 )
 CONTESTANTS = {"lists": (LISTS, PAIRS, TRL), "kto": (KTO, TRL_DEFAULT, TRL_FASTEST)}
