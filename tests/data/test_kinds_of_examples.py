@@ -174,7 +174,7 @@ def test_the_report_gives_the_share_of_desirable_answers_and_the_weights_for_kto
     assert [line for _, line in report.notes()][-1] == (
         "labels: 4 of 5 desirable (80%); for kto, desirable_weight 0.25 weighs both alike; advised: up to 0.333"
     )
-    assert dict(report.count_rows()) == {"rows read": 5, "examples kept": 5}
+    assert dict(report.count_rows()) == {"rows read": 5, "labelled responses kept": 5}
 
 
 def test_an_answer_with_both_labels_is_a_contradiction_and_with_one_a_duplicate(prepared: Any) -> None:
@@ -203,7 +203,7 @@ def test_identical_responses_and_prompts_without_a_preference_are_dropped_and_co
     assert store.lengths.tolist() == [[len(store[0].prompt_ids), 2, 2, 0], [len(store[1].prompt_ids), 2, 2, 2]]
     assert dict(report_of(store).count_rows()) == {
         "rows read": 6,
-        "examples kept": 2,
+        "lists kept": 2,
         "responses kept": 5,
         "identical responses dropped": 1,
         "dropped: empty response": 1,

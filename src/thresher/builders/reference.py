@@ -133,14 +133,14 @@ def precompute_reference(
     num_found = sum(split.num_found for split in splits)
     if any(split.num_missing for split in splits):
         for what, done, total in score_missing(splits, build_checked_reference(inputs, device=device)):
-            progress(f"scoring the reference: {what} pairs", done, total)
+            progress(f"scoring the reference: {what} {inputs.train.unit}", done, total)
     log_scored(inputs, num_found, sum(split.num_scored for split in splits))
 
 
 def log_scored(inputs: RunInputs, num_found: int, num_scored: int, scored_by: str = "") -> None:
     """Log how many pairs were cached and how many scored."""
     directory = open_cache(inputs.config, str(inputs.frozen_weights)).directory
-    pairs = f"{num_found:,} pairs from the cache, {num_scored:,} scored{scored_by}"
+    pairs = f"{num_found:,} {inputs.train.unit} from the cache, {num_scored:,} scored{scored_by}"
     logger.info("reference: %s; the cache is %s", pairs, directory)
 
 

@@ -123,15 +123,16 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
 def run_facts(inputs: RunInputs, devices: str) -> dict[str, str]:
     """The facts that describe a run to people, by name."""
     config, plan, validation, mode = inputs.config, inputs.plan, inputs.validation, inputs.mode
-    epochs = f"{plan.epoch_of(plan.num_steps):.3g}"
+    epochs, unit = f"{plan.epoch_of(plan.num_steps):.3g}", inputs.train.unit
     held_out = "held out " if config.validation and config.validation.split else ""
+    for_validation = f", {len(validation):,} {held_out}for validation" if validation else ""
     return {
         "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",
         "parameters": _describe_parameters(*inputs.num_parameters, config.actor_train.model_args),
-        "data": f"{plan.num_pairs:,} pairs" + (f", {len(validation):,} {held_out}for validation" if validation else ""),
+        "data": f"{plan.num_pairs:,} {unit}{for_validation}",
         "loss": inputs.objective.describe(),
         "steps": (
-            f"{plan.num_steps:,} steps of {plan.pairs_per_step} pairs ({epochs} epoch{'' if epochs == '1' else 's'})"
+            f"{plan.num_steps:,} steps of {plan.pairs_per_step} {unit} ({epochs} epoch{'' if epochs == '1' else 's'})"
         ),
         "reference": mode if config.reference_path == config.policy_path else f"{mode}, {config.reference_path}",
         "layout": inputs.layout.name,

@@ -246,7 +246,7 @@ def build_and_report(
         raise
     _, _, *changes = report.count_rows()
     changed = "; " + ", ".join(f"{name} {count:,}" for name, count in changes) if changes else ""
-    logger.info("wrote %s pairs to %s%s", f"{report.pairs_kept:,}", output, changed)
+    logger.info("wrote %s %s to %s%s", f"{report.pairs_kept:,}", report.unit, output, changed)
     log_report(report, settings, output, in_full=in_full)
     return report
 

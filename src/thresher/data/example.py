@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -13,6 +13,8 @@ TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 #: of a dataset: a chosen and a rejected response; one response with a label; or several with scores
 Kind = Literal["pairs", "labels", "lists"]
+#: what messages call the examples of a kind
+UNITS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "labelled responses", "lists": "lists"}
 #: what a model scores: the tokens that the mask names, all tokens but the first, or the sequence as a whole at its end
 Scored = Literal["response", "all", "end"]
 

@@ -161,9 +161,9 @@ class Runtime:
             has_workers = reference_has_workers(self.inputs.config, self.inputs.mode)
             share, scored_by = ", blocks of worker 0", " by its workers" if has_workers else " by the policy's workers"
         if num_missing:
-            scorers = self.scorers or self.ranks
+            scorers, unit = self.scorers or self.ranks, self.inputs.train.unit
             for what, done, total in scorers.stream(PolicyRank.score_missing):
-                self._show_progress(f"scoring the reference: {what} pairs{share}", done, total)
+                self._show_progress(f"scoring the reference: {what} {unit}{share}", done, total)
         log_scored(self.inputs, num_cached, num_missing, scored_by)
         return time.perf_counter() - started if num_missing else 0.0
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from thresher.data.example import Kind
+from thresher.data.example import UNITS, Kind
 from thresher.data.prepare.findings import Finding, LengthBias
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
@@ -88,10 +88,15 @@ class PrepareReport:
             f"truncates {what} instead"
         )
 
+    @property
+    def unit(self) -> str:
+        """What the examples are called."""
+        return UNITS[self.kind]
+
     def count_rows(self) -> Iterator[tuple[str, int]]:
         """Yield how the rows were handled, in words, with counts."""
         yield "rows read", self.rows_read
-        yield "pairs kept" if self.kind == "pairs" else "examples kept", self.pairs_kept
+        yield f"{self.unit} kept", self.pairs_kept
         if self.kind == "lists":
             yield "responses kept", self.num_responses
             if self.identical_responses:
@@ -118,8 +123,7 @@ class PrepareReport:
             places = format_places(self.bad_examples.get(reason, ()))
             yield logging.WARNING, f"{count:,} bad row{'s' if count != 1 else ''}: {reason}{places and f' ({places})'}"
         for finding in self.findings:
-            unit = "pairs" if self.kind == "pairs" else "examples"
-            line = f"{finding.name.replace('_', ' ')}: {finding.count:,} {unit}{format_examples(finding.examples)}"
+            line = f"{finding.name.replace('_', ' ')}: {finding.count:,} {self.unit}{format_examples(finding.examples)}"
             yield logging.WARNING if finding.count else logging.INFO, line
         if self.length_bias is not None:
             bias = self.length_bias

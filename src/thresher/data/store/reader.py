@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.example import Example, ExampleBatch, Kind, Response
+from thresher.data.example import UNITS, Example, ExampleBatch, Kind, Response
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
 
@@ -220,6 +220,7 @@ class ExampleStore:
         self._numbers: npt.NDArray[np.int64] | None = None
         files = [StoreFile(**entry) for entry in manifest["shards"]]
         self.kind: Kind = manifest.get("kind", "pairs")
+        self.unit = UNITS[self.kind]
         self.num_responses = int(manifest.get("num_responses", 2))  #: of the example with most
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
         self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name, self.kind))
