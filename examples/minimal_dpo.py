@@ -4,6 +4,7 @@
 
 Direct Preference Optimization, arXiv 2305.18290, equation 7: with z = (log pi(y_w|x) - log ref(y_w|x)) -
 (log pi(y_l|x) - log ref(y_l|x)), the loss of a pair is -log sigmoid(beta * z), averaged over the pairs of a step.
+For labelled responses, ranked lists and reward models, pass another loss to `train_step`.
 """
 
 import copy
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Pair = tuple[Sequence[int], Sequence[int], Sequence[int]]  # token ids of prompt, chosen, rejected
+Example = Sequence[Sequence[int]]  # token ids of a prompt and its responses; of a pair, the chosen one comes first
+Sides = Sequence[Tensor]  # a number per example for its first response, for its second, ...; 0 where it has none
 
 
 def response_logps(model: nn.Module, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
@@ -36,45 +38,69 @@ def response_logps(model: nn.Module, prompts: Sequence[Sequence[int]], responses
     return (logps * is_response[:, 1:]).sum(-1)
 
 
-def both_sides(model: nn.Module, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """Score chosen and rejected in one forward, so that both have the same padding."""
-    prompts = [prompt for prompt, _, _ in pairs]
-    logps = response_logps(model, prompts * 2, [c for _, c, _ in pairs] + [r for _, _, r in pairs])
-    chosen, rejected = logps.chunk(2)
-    return chosen, rejected
+def rewards(model: nn.Module, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
+    """Return the numbers that a reward model (sequence classification with one label) gives: [num_responses]."""
+    sequences = [torch.tensor([[*prompt, *response]]) for prompt, response in zip(prompts, responses, strict=True)]
+    return torch.cat([model(input_ids=ids, use_cache=False).logits[0] for ids in sequences])
 
 
-def dpo_losses(policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], beta: float) -> Tensor:
+def score(model: nn.Module, examples: Sequence[Example], by: Callable[..., Tensor] = response_logps) -> Sides:
+    """Score all responses in one forward, so that all have the same padding."""
+    num_sides = max(map(len, examples)) - 1
+    places = [(side, i) for side in range(num_sides) for i, each in enumerate(examples) if len(each) > side + 1]
+    values = by(model, [examples[i][0] for _, i in places], [examples[i][side + 1] for side, i in places])
+    empty = values.new_zeros(num_sides, len(examples))
+    return list(empty.index_put(tuple(torch.tensor(places).T), values))
+
+
+def dpo_losses(policy: Sides, reference: Sides, beta: float) -> Tensor:
     """Compute -log sigmoid(beta * margin) of each pair: [num_pairs]."""
     margin = (policy[0] - reference[0]) - (policy[1] - reference[1])
     return -F.logsigmoid(beta * margin)
+
+
+def kto_losses(policy: Sides, reference: Sides, beta: float, good: Tensor, weights: Sequence[float]) -> Tensor:
+    """KTO, arXiv 2402.01306, equation 8; the second response of each example answers a different prompt."""
+    z0 = (policy[1] - reference[1]).mean().clamp(min=0).detach()
+    advantage = beta * (policy[0] - reference[0] - z0)
+    return torch.where(good, weights[0] * torch.sigmoid(-advantage), weights[1] * torch.sigmoid(advantage))
+
+
+def list_losses(policy: Sides, reference: Sides, beta: float, counts: Sequence[int]) -> Tensor:
+    """DPO of ranked lists, the best first: arXiv 2305.18290, equation 20."""
+    ranked = beta * (torch.stack(list(policy), 1) - torch.stack(list(reference), 1))
+    lists = [row[:count] for row, count in zip(ranked, counts, strict=True)]
+    return torch.stack(
+        [torch.stack([each[k:].logsumexp(0) - each[k] for k in range(len(each))]).sum() for each in lists]
+    )
 
 
 def train_step(
     policy: nn.Module,
     reference: nn.Module,
     optimizer: torch.optim.Optimizer,
-    pairs: Sequence[Pair],
+    examples: Sequence[Example],
     *,
     beta: float = 0.1,
     max_grad_norm: float = 1.0,
-    losses: Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], float], Tensor] = dpo_losses,
+    losses: Callable[[Sides, Sides, float], Tensor] = dpo_losses,
+    by: Callable[..., Tensor] = response_logps,
 ) -> dict[str, float]:
-    """Make one optimizer step over a batch of pairs."""
+    """Make one optimizer step over a batch of examples."""
     with torch.no_grad():
-        reference_logps = both_sides(reference, pairs)
-    policy_logps = both_sides(policy, pairs)
+        reference_logps = score(reference, examples, by)
+    policy_logps = score(policy, examples, by)
     loss = losses(policy_logps, reference_logps, beta).mean()
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    rewards = [beta * (p - r).detach() for p, r in zip(policy_logps, reference_logps, strict=True)]
+    chosen, rejected, *_ = (beta * (p - r).detach() for p, r in zip(policy_logps, reference_logps, strict=True))
     return {
         "loss": loss.item(),
         "grad_norm": grad_norm.item(),
-        "rewards/margins": (rewards[0] - rewards[1]).mean().item(),
-        "rewards/accuracies": (rewards[0] > rewards[1]).float().mean().item(),
+        "rewards/margins": (chosen - rejected).mean().item(),
+        "rewards/accuracies": (chosen > rejected).float().mean().item(),
     }
 
 

@@ -57,14 +57,14 @@ MATRIX = [
     Case(TWO_RANKS, pairs_per_step=1, engine=Zero(2), also="fewer pairs than ranks"),
     Case(TWO_RANKS, tokens_at_once=40, engine=Zero(3), also="ranks with different numbers of micro-batches"),
     Case(TWO_RANKS, tokens_at_once=40, engine=OFFLOADS[0], also="ranks with different numbers of micro-batches"),
-]
-AGAINST_ONE_PROCESS = [
-    *(Case(TWO_RANKS, lora_rank=4, engine=zero, also="LoRA") for zero in (Zero(1), Zero(3))),
-    Case(TWO_RANKS, loss="aot", engine=Zero(3), also="a loss that couples pairs"),
     Case(TWO_RANKS, loss="kto", engine=Zero(3), also="labelled responses (kto)"),
     Case(TWO_RANKS, loss="plackett_luce", engine=Zero(2), also="lists (plackett_luce)"),
     Case(TWO_RANKS, loss="bradley_terry", engine=Zero(2), also="a reward model"),
     Case(TWO_RANKS, loss="bradley_terry", engine=Zero(3), also="a reward model"),
+]
+AGAINST_ONE_PROCESS = [
+    *(Case(TWO_RANKS, lora_rank=4, engine=zero, also="LoRA") for zero in (Zero(1), Zero(3))),
+    Case(TWO_RANKS, loss="aot", engine=Zero(3), also="a loss that couples pairs"),
     Case(TWO_RANKS, engine=Zero(3), frozen=("model.layers.0", "lm_head"), also="frozen modules"),
     Case(TWO_RANKS, family="qwen3_moe", engine=Zero(2), router_loss_coef=0.5, also="load-balancing loss"),
     Case(TWO_RANKS, family="qwen3_moe", engine=Zero(3), router_loss_coef=0.5, also="load-balancing loss"),

@@ -70,6 +70,11 @@ MATRIX = [
     on_megatron(Case(TP, also="recompute selective"), **SELECTIVE),
     on_megatron(Case(TP_PP, max_grad_norm=0.01, also="hard clipping")),
     on_megatron(Case(DP, family="qwen3_moe", max_grad_norm=0.01, also="hard clipping, experts split"), ep_size=2),
+    *(
+        on_megatron(Case(sizes, loss=loss, also=also))
+        for sizes in (DP, PP)
+        for loss, also in (("kto", "labelled responses (kto)"), ("plackett_luce", "lists (plackett_luce)"))
+    ),
 ]
 LORA = {"lora_rank": 4, "also": "LoRA"}
 AGAINST_ONE_PROCESS = [
@@ -78,11 +83,6 @@ AGAINST_ONE_PROCESS = [
     on_megatron(Case(TP_PP, family="qwen2", lora_rank=4, recompute="full", also="LoRA, recompute full")),
     on_megatron(Case(DP, loss="aot", also="a loss that couples pairs")),
     on_megatron(Case(PP, loss="aot", also="a loss that couples pairs")),
-    *(
-        on_megatron(Case(sizes, loss=loss, also=also))
-        for sizes in (DP, PP)
-        for loss, also in (("kto", "labelled responses (kto)"), ("plackett_luce", "lists (plackett_luce)"))
-    ),
     on_megatron(Case(PP, loss="aot", virtual_pp_size=2, also="a loss that couples pairs, interleaved")),
     on_megatron(Case(PP, frozen=("model.layers.0", "lm_head"), also="frozen modules")),
     on_megatron(Case(TP, counts_zeros=True, also="zeros in gradients")),

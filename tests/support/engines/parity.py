@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tests.support.real_pairs import minimal_dpo
 from tests.support.tiny_models import FAMILIES
@@ -445,28 +450,50 @@ def gather_full(tensor: Tensor) -> Tensor:
 def train_oracle(case: Case, policy_dir: Path, reference_dir: Path) -> Outcome:
     """examples/minimal_dpo.py on the same pairs of each step."""
     oracle = minimal_dpo()
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-        for path in (policy_dir, reference_dir)
-    )
+    load = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if case.is_reward_model:
+        policy = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1, **load).eval()
+        torch.nn.init.zeros_(policy.score.weight)
+        reference = policy
+    else:
+        policy, reference = (
+            AutoModelForCausalLM.from_pretrained(path, **load).eval() for path in (policy_dir, reference_dir)
+        )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, eps=1e-5, weight_decay=0.0)
     metrics, norms = [], []
     for step in range(NUM_STEPS):
-        pairs = [PAIRS[i] for i in case.plan.pair_ids(step)]
-        lengths = [torch.tensor([len(pair.responses[side].ids) for pair in pairs]) for side in range(2)]
-        ids = [(pair.prompt_ids.tolist(), pair.chosen.ids.tolist(), pair.rejected.ids.tolist()) for pair in pairs]
-        losses = _oracle_losses(case.loss, lengths, oracle.dpo_losses)
+        examples = examples_of(case).read(case.plan.pair_ids(step)).pairs
+        ids = [(each.prompt_ids.tolist(), *(answer.ids.tolist() for answer in each.responses)) for each in examples]
         step_metrics = oracle.train_step(
-            policy, reference, optimizer, ids, beta=BETA, max_grad_norm=case.max_grad_norm, losses=losses
+            policy,
+            reference,
+            optimizer,
+            ids,
+            beta=BETA,
+            max_grad_norm=case.max_grad_norm,
+            losses=_oracle_losses(case.loss, examples, oracle),
+            by=oracle.rewards if case.is_reward_model else oracle.response_logps,
         )
         norms.append(step_metrics.pop("grad_norm"))
         metrics.append(step_metrics)
     return Outcome(metrics, norms, {name: p.detach() for name, p in policy.named_parameters()})
 
 
-def _oracle_losses(loss: str, lengths: list[Tensor], dpo: Any) -> Any:
+def _oracle_losses(loss: str, examples: Sequence[Example], oracle: Any) -> Any:
     """The formulas of the papers over summed log-probabilities, without any code of thresher."""
-    chosen_length, rejected_length = lengths
+    if loss == "kto":
+        weights = (1.0, LOSS_PARAMETERS["kto"]["undesirable_weight"])
+        good = torch.tensor([each.chosen.value == 1.0 for each in examples])
+        return partial(oracle.kto_losses, good=good, weights=weights)
+    if loss == "plackett_luce":
+        return partial(oracle.list_losses, counts=[len(each.responses) for each in examples])
+    chosen_length, rejected_length = (
+        torch.tensor([len(each.responses[side].ids) for each in examples]) for side in range(2)
+    )
+
+    def bradley_terry(scores, _reference, _beta):
+        center = LOSS_PARAMETERS["bradley_terry"]["center_rewards_coefficient"]
+        return -F.logsigmoid(scores[0] - scores[1]) + center * (scores[0] + scores[1]) ** 2
 
     def ipo(policy, reference, beta):
         margin = (policy[0] - reference[0]) / chosen_length - (policy[1] - reference[1]) / rejected_length
@@ -480,4 +507,10 @@ def _oracle_losses(loss: str, lengths: list[Tensor], dpo: Any) -> Any:
         log_odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
         return -chosen - 0.1 * F.logsigmoid(log_odds)
 
-    return {"sigmoid": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}[loss]
+    return {
+        "sigmoid": oracle.dpo_losses,
+        "ipo": ipo,
+        "simpo": simpo,
+        "orpo": orpo,
+        "bradley_terry": bradley_terry,
+    }[loss]

@@ -47,6 +47,21 @@ def row_layouts(sizes: ParallelDims) -> Sequence[str]:
 MATRIX = [
     *(Case(sizes, layout) for sizes in MESHES for layout in row_layouts(sizes)),
     *(Case(sizes, loss=loss) for sizes in MESHES for loss in LOSSES[1:]),
+    *(
+        Case(sizes, loss=loss, also=also)
+        for loss, also in (
+            ("kto", "labelled responses"),
+            ("plackett_luce", "lists"),
+            ("bradley_terry", "a reward model"),
+        )
+        for sizes in (
+            ParallelDims(dp_shard=2),
+            ParallelDims(dp_replicate=2),
+            ParallelDims(tp=2),
+            ParallelDims(cp=2),
+            ParallelDims(dp_shard=4),
+        )
+    ),
     *(Case(sizes, family=family) for sizes in SINGLE_AXES for family in FAMILIES[1:]),
     Case(ParallelDims(dp_shard=2), family="qwen3_moe"),
     *(Case(sizes, "shared, varlen") for sizes in SINGLE_AXES),
@@ -120,6 +135,14 @@ PIPELINES = [
     Case(TWO_STAGES, "padded", virtual_pp_size=INTERLEAVED, also="interleaved"),
     Case(TWO_STAGES, "padded", "orpo"),
     Case(TWO_STAGES, "shared", "simpo"),
+    *(
+        Case(TWO_STAGES, loss=loss, virtual_pp_size=INTERLEAVED, also=also)
+        for loss, also in (
+            ("kto", "interleaved, labelled responses"),
+            ("plackett_luce", "interleaved, lists"),
+            ("bradley_terry", "interleaved, a reward model"),
+        )
+    ),
     Case(TWO_STAGES, family="qwen2"),
     Case(TWO_STAGES, family="qwen2", virtual_pp_size=INTERLEAVED, also="interleaved"),
     Case(TWO_STAGES, family="qwen3"),
@@ -163,21 +186,6 @@ AGAINST_ONE_PROCESS = [
             also=f"a loss that couples pairs, zero_stage {stage}",
         )
         for stage in (1, 2)
-    ),
-    *(
-        Case(sizes, loss=loss, also=also)
-        for loss, also in (
-            ("kto", "labelled responses"),
-            ("plackett_luce", "lists"),
-            ("bradley_terry", "a reward model"),
-        )
-        for sizes in (
-            ParallelDims(dp_shard=2),
-            ParallelDims(dp_replicate=2),
-            ParallelDims(tp=2),
-            ParallelDims(cp=2),
-            ParallelDims(dp_shard=4),
-        )
     ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
