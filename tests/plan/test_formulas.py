@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3MoeConfig
 
 from thresher.builders.hardware import GPUS, find_gpu
-from thresher.builders.memory import ModelSize, Process, held_memory
+from thresher.builders.memory import ModelSize, Process, held_memory, peak_memory
 from thresher.config import DPOConfig
 from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import CostModel, MicroBatching
@@ -222,3 +223,14 @@ def test_other_strategies_are_rejected():
     config = DPOConfig(pretrain="model").model_copy(update={"actor_train": other})
     with pytest.raises(UserError, match="known for fsdp2_train, and actor_train uses other"):
         Estimate(config, Cluster(GPUS["h100"], gpus_per_node=8, num_gpus=8))
+
+
+def test_the_head_of_a_reward_model_takes_next_to_no_memory(llama_8b):
+    config = copy.deepcopy(LLAMA_8B)
+    config.num_labels = 1
+    with init_empty_weights():
+        size = ModelSize.of(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
+    assert (size.vocab, size.head.total) == (1, config.hidden_size)
+    for dims in (ParallelDims(dp_shard=8), ParallelDims(tp=8)):
+        peak, other = (peak_memory(process_of(each, dims), 4096, 2, 1).total for each in (size, llama_8b))
+        assert peak < other

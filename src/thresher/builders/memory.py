@@ -267,7 +267,7 @@ def _moments(
     yield kept_layers + of_layer, saved + working, 0.0
     is_sharded = dims.fsdp_size > 1
     if process.is_last and in_flight >= 1:
-        vocab, head = size.vocab // dims.tp, process.head
+        vocab, head = max(1, size.vocab // dims.tp), process.head
         columns = slice_width(vocab, max(1, scored), on_gpu=True)
         logits, scored_rows = _FP32 * scored * min(vocab, 2 * columns), scored * size.hidden
         buffer = stored * head.total if is_sharded and not size.tied else 0.0
