@@ -386,6 +386,11 @@ def test_the_difference_of_scores_is_the_margin_on_request(
     settings = DataSettings(write_rows(*rows), margin_from_scores=True)
     prepare(settings, chat_tokenizer, tmp_path / "s")
     assert [each.margin for each in ExampleStore.open(tmp_path / "s")] == [1.5, -1.0]
+    ids = {f"{side}_input_ids": [5, 6, last] for side, last in (("chosen", 7), ("rejected", 8))}
+    ids |= {f"{side}_loss_mask": [0, 0, 1] for side in ("chosen", "rejected")}
+    ids |= {"chosen_score": 9, "rejected_score": 7}
+    prepare(replace(settings, file_name=write_rows(ids)), chat_tokenizer, tmp_path / "ids")
+    assert ExampleStore.open(tmp_path / "ids")[0].margin == 2.0
     for more, problem in (
         ({}, "margin_from_scores needs finite scores in two columns"),
         ({"score_chosen": 1, "score_rejected": float("inf")}, "margin_from_scores needs finite scores"),

@@ -290,3 +290,9 @@ def test_adapters_are_trained_with_the_head_and_merged_for_export(tmp_path):
 def test_settings_without_effect_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         build_objective(parse_config({"pretrain": "model", "output_dir": "out", **changes}))
+
+
+def test_the_head_cannot_be_frozen(tmp_path):
+    inputs = RunInputs(parse_config(polite(tmp_path, freeze_module_prefix="score")))
+    with pytest.raises(UserError, match="freezes the head of the reward model"):
+        _ = inputs.policy

@@ -173,7 +173,8 @@ def _reference_point(
             count += len(policy)
             finished.scored()
     (total,), (count,) = dp_group.all_reduce([float(sum(log_ratios))], [count])
-    return max(0.0, total / count) if count else 0.0
+    point = total / count if count else 0.0
+    return 0.0 if point < 0.0 else point  # a NaN stays one
 
 
 def _accumulate_coupled(

@@ -26,9 +26,9 @@ from thresher.data.rows.formats import (
     read_label,
     read_numbers,
     rename,
+    score_margin,
     split_answer,
     to_preference_row,
-    with_score_margin,
     with_system,
 )
 from thresher.data.rows.messages import SYSTEM_ROLES, is_empty
@@ -145,12 +145,12 @@ class BlockWorker:
                 values = parse_row(content)
                 if row_format.is_tokenized:
                     check_columns(values, row_format, task.column_names)
-                    pairs.append(read_tokenized(values, len(self._tokenizer), *read_numbers(values)))
+                    pair = read_tokenized(values, len(self._tokenizer), *read_numbers(values))
+                    pairs.append(replace(pair, margin=self._margin(values, pair.margin)))
                     continue
                 row = to_preference_row(values, row_format, task.column_names)
                 row = with_system(row, self._settings.system_prompt)
-                if self._settings.margin_from_scores:
-                    row = with_score_margin(row)
+                row = replace(row, margin=self._margin(values, row.margin))
                 if (empty := _find_empty(row)) is not None:
                     result.dropped[empty] += 1
                     continue
@@ -168,6 +168,9 @@ class BlockWorker:
             example = replace(tokens.example, responses=responses, weight=row.weight, margin=row.margin)
             tokenized.append((replace(tokens, example=example), findings))
         return tokenized
+
+    def _margin(self, row: Row, margin: float) -> float:
+        return score_margin(row, margin) if self._settings.margin_from_scores else margin
 
     def _render_row(self, row: PreferenceRow) -> RenderedRow:
         spelled = self._control_tokens.find(row)

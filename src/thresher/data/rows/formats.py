@@ -40,10 +40,11 @@ _MAX_NAMES = 40
 _ARGUMENTS = ("chat_template_kwargs", "template_arguments")
 # of the chosen and the rejected response, as UltraFeedback and others name them
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
+_SCORE_NAMES = tuple(name for names in _SCORES for name in names)
 # of a list of responses: in each of them, or in a column with one number for each
 _LIST_SCORES = ("overall_score", "score", "rating", "reward", "rank")
 _LIST_TEXTS = ("completion", "response", "text", "answer", "content", "output")
-_OPTIONAL = ("system", "tools", "margin", "weight", *_ARGUMENTS, *(name for names in _SCORES for name in names))
+_OPTIONAL = ("system", "tools", "margin", "weight", *_ARGUMENTS, *_SCORE_NAMES)
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,7 @@ class PreferenceRow:
     weight: float = 1.0
     margin: float = 0.0
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of this row
-    score_difference: float | None = None  # of the chosen and the rejected response, where the row has scores
-
-    @property
-    def scores_contradict(self) -> bool:
-        return self.score_difference is not None and self.score_difference < 0
+    scores_contradict: bool = False  # the rejected response has the higher score
 
 
 @dataclass(frozen=True)
@@ -360,7 +357,7 @@ FORMATS = (
         "tokenized",
         tuple(f"{side}_{name}" for side in _SIDES for name in ("input_ids", "loss_mask")),
         _not_read,
-        (*(f"{side}_attention_mask" for side in _SIDES), "margin", "weight"),
+        (*(f"{side}_attention_mask" for side in _SIDES), "margin", "weight", *_SCORE_NAMES),
         is_tokenized=True,
     ),
     RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _read_openai),
@@ -522,8 +519,8 @@ def _to_row(
     elif system:
         prompt = [{"role": "system", "content": system}, *prompt]
     tools, arguments = to_tools(row.get("tools")), _template_arguments(row)
-    difference = None if values else _score_difference(row)
-    return PreferenceRow(prompt, responses, values, tools, plain, *read_numbers(row), arguments, difference)
+    contradicts = not values and (_score_difference(row) or 0.0) < 0.0
+    return PreferenceRow(prompt, responses, values, tools, plain, *read_numbers(row), arguments, contradicts)
 
 
 def _score_difference(row: Row) -> float | None:
@@ -534,14 +531,15 @@ def _score_difference(row: Row) -> float | None:
     return None
 
 
-def with_score_margin(row: PreferenceRow) -> PreferenceRow:
-    """Use the difference of the scores as the margin."""
-    if row.score_difference is None or not abs(row.score_difference) <= _LARGEST_NUMBER:
+def score_margin(row: Row, margin: float) -> float:
+    """Return the difference of the scores of a row, which has no margin besides."""
+    difference = _score_difference(row)
+    if difference is None or not abs(difference) <= _LARGEST_NUMBER:
         names = ", ".join(" and ".join(pair) for pair in _SCORES)
         raise BadRowError(f"margin_from_scores needs finite scores in two columns, one of the pairs {names}")
-    if row.margin:
+    if margin:
         raise BadRowError("the row has a `margin` and scores; remove one, or turn margin_from_scores off")
-    return replace(row, margin=row.score_difference)
+    return difference
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:

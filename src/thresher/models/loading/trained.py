@@ -34,6 +34,11 @@ class TrainedParts:
         if self.frozen_prefixes:
             freeze_modules(model, self.frozen_prefixes)
         is_reward_model = hasattr(model, "score")
+        if is_reward_model and not head_of(model).weight.requires_grad:
+            raise UserError(
+                f"freeze_module_prefix {list(self.frozen_prefixes)} freezes the head of the reward model; remove the "
+                "name that matches `score`"
+            )
         if self.adapter is not None:
             module = attach_adapter(model, self.adapter, dropout=self.lora_dropout)
         elif self.lora is not None:
