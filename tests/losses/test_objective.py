@@ -140,7 +140,14 @@ def test_the_formula_has_every_term_and_modifier_that_is_on():
     assert plain.describe() == "sigmoid(beta=0.5)"
     assert replace(plain, rpo_alpha=1.0).describe() == "sigmoid(beta=0.5) + 1.0 * RPO NLL"
     assert mixed("sigmoid", "sft").describe() == "1.0 * sigmoid(beta=0.1) + 1.0 * sft"
-    no_modifiers = {"terms", "measures_entropy", "rpo_alpha", "f_alpha_divergence_coef", "reads_labels"}
+    no_modifiers = {
+        "terms",
+        "measures_entropy",
+        "rpo_alpha",
+        "f_alpha_divergence_coef",
+        "reads_labels",
+        "reference_point",
+    }
     assert MODIFIERS.keys() == {field.name for field in dataclasses.fields(Objective)} - no_modifiers
     for name, (value, text) in MODIFIERS.items():
         assert replace(plain, **{name: value}).describe() == f"sigmoid(beta=0.5), {text}"

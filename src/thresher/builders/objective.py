@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from thresher.config import DPOConfig
@@ -52,8 +53,10 @@ def build_objective(config: DPOConfig) -> Objective:
 
 
 def trains_rewards(config: DPOConfig) -> bool:
-    """Whether the policy is a reward model."""
-    return any(loss_class(name).trains_rewards for name in config.loss_weights)
+    """Whether the policy is a reward model; false with an unknown loss, which `build_objective` reports."""
+    with suppress(UserError):
+        return any(loss_class(name).trains_rewards for name in config.loss_weights)
+    return False
 
 
 def for_data(objective: Objective, store: ExampleStore) -> Objective:

@@ -148,13 +148,17 @@ def load_model(
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """Do not let transformers print which weights are missing: `_check_loaded` rejects them."""
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    # not its level, from which transformers decides whether to check the model's tensor-parallel plan
     logger = logging.getLogger("transformers.modeling_utils")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(is_no_report)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(is_no_report)
 
 
 def class_to_load(config: PreTrainedConfig, *, is_reward_model: bool) -> Any:
