@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import VOCAB, batch_of, pair_of
 from thresher.data.example import Example, ExampleBatch, Response
+from thresher.engines.native.check import check_axes
+from thresher.engines.native.declaration import FSDP2Settings
 from thresher.errors import UserError
 from thresher.losses.pairs import ExampleLogps
 from thresher.models import branching_state
@@ -22,6 +24,7 @@ from thresher.models.loading.adapters import LoraSettings, attach_lora
 from thresher.models.loading.load import disable_dropout
 from thresher.models.logps import PairModel, original_forward
 from thresher.models.optimizations.recompute import recompute_activations
+from thresher.models.pipeline_chunk import check_accepts_hidden_states
 
 SHARED, PACKED, PADDED = PackedLayout(shares_prompt=True), PackedLayout(shares_prompt=False), PaddedLayout(pad_id=0)
 LAYOUTS = pytest.mark.parametrize("layout", [SHARED, PACKED], ids=lambda layout: layout.name)
@@ -270,3 +273,33 @@ def test_sequences_one_after_another_equal_padded_ones(monkeypatch, layout):
 def test_an_adapter_that_mamba_kernels_would_leave_out_is_refused():
     with pytest.raises(UserError, match=r"lora_target \['all-linear'\] is not possible: .*'out_proj' is incompatible"):
         attach_lora(tiny_stateful("nemotron_h"), LoraSettings(4, None, ["all-linear"]), dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "fits"),
+    [
+        ("qwen3_5_text", 4, True),
+        ("qwen3_5_text", 8, False),  # 4 value heads
+        ("nemotron_h", 4, True),  # 2 groups, repeated
+        ("nemotron_h", 3, False),
+        ("lfm2", 8, True),
+        ("lfm2", 3, False),  # 32 channels
+    ],
+)
+def test_context_parallelism_needs_equal_shares_of_a_layer_with_state(family, num_ranks, fits):
+    assert branching_state.splits_over(STATEFUL[family], num_ranks) == fits
+
+
+def test_context_parallelism_that_does_not_fit_is_refused_before_the_start():
+    config = copy.deepcopy(STATEFUL["qwen3_5_text"])
+    config.num_attention_heads = config.num_key_value_heads = 8
+    with pytest.raises(
+        UserError, match="cp_size is 8, which does not divide the heads and channels of the layers with"
+    ):
+        check_axes(FSDP2Settings(cp_size=8), 8, "actor_train", config, SHARED)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1", "lfm2"])
+def test_pipelines_of_decoders_that_stages_cannot_split_are_refused(family):
+    with pytest.raises(UserError, match=r"pipeline stages .*; set pp_size to 1"):
+        check_accepts_hidden_states(tiny_stateful(family))
