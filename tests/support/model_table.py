@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.support.engines.parity_cases import ALL_CASES
 from tests.support.paths import ROOT
+from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import FAMILIES
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -32,13 +33,22 @@ _NAMES = {
     "granite": "Granite",
     "cohere": "Cohere",
     "opt": "OPT",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5",
+    "qwen3_5_moe_text": "Qwen3.5-MoE",
+    "olmo_hybrid": "OLMo hybrid",
+    "nemotron_h": "Nemotron-H",
+    "granitemoehybrid": "Granite 4",
+    "falcon_h1": "Falcon-H1",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-MoE",
 }
 _AXES = {"FSDP2": "dp_shard", "tensor": "tp", "context": "cp", "pipeline": "pp"}
 
 
 def model_table() -> str:
     """One row per architecture: every one is tested for log-probabilities, gradients and layouts, some along axes."""
-    tested = {config.model_type for config in FAMILIES.values()}
+    tested = {config.model_type for config in (*FAMILIES.values(), *STATEFUL.values())}
     along = {(case.family, axis) for case in ALL_CASES for axis in _AXES.values() if getattr(case.sizes, axis) > 1}
     lines = [
         f"| architecture | logps, gradients, `shared` and `packed` layouts | {' | '.join(_AXES)} |",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.compared_runs import merge, metric_log
 from tests.support.forks import python
 from tests.support.real_pairs import polite_rows
+from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_chat_model import quickstart_rows
+from thresher.builders.export import export_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -127,12 +133,29 @@ def test_a_killed_run_of_a_real_model_equals_an_uninterrupted_one_bitwise(tmp_pa
     check_a_killed_run(tmp_path, write_config(tmp_path / "run.yaml", stories_dir, files, extra))
 
 
-def check_a_killed_run(tmp_path: Path, config: Path) -> None:
+def test_a_killed_run_of_layers_with_state_equals_an_uninterrupted_one_and_exports_bitwise(tmp_path, tiny_dir, files):
+    model_dir = shutil.copytree(tiny_dir, tmp_path / "model")
+    config = copy.deepcopy(STATEFUL["qwen3_5_text"])
+    config.vocab_size, config.max_position_embeddings = AutoConfig.from_pretrained(tiny_dir).vocab_size, 512
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model_dir)
+    extra = {"layout": "shared"}
+    kills = ("saved:4", "saving:8")
+    check_a_killed_run(tmp_path, write_config(tmp_path / "run.yaml", model_dir, files, extra), kills)
+    checkpoint = tmp_path / "killed" / "checkpoints" / f"step-{STEPS:08d}"
+    export_checkpoint(checkpoint, tmp_path / "exported")
+    trained = load_file(checkpoint / "weights.safetensors")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    assert all(torch.equal(exported.get_parameter(name), weight) for name, weight in trained.items())
+    assert any("linear_attn" in name for name in trained)
+
+
+def check_a_killed_run(tmp_path: Path, config: Path, kills: Sequence[str] = KILLS) -> None:
     """Run a config without interruption and with all kills, and compare everything that both leave."""
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     first = run(config, uninterrupted)
     assert first.returncode == 0, first.stderr
-    second = run(config, killed, *KILLS)
+    second = run(config, killed, *kills)
     assert second.returncode == 0, second.stderr
     assert "resuming from" in second.stderr
 

@@ -28,6 +28,7 @@ from thresher.models.router import num_experts
 # share of a GPU for its context, fragmentation and the workspaces of kernels
 RESERVED = 0.08
 _FP32 = 4
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class ModelSize:
     experts_per_token: int  # 0 in a dense model
     adapted_inputs: int  # adapters of a layer that read a norm
     is_llama_like: bool  # the memory-efficient layers support it
+    attention_share: float  # of the layers; the others carry state, or are MLPs
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
@@ -82,6 +84,7 @@ class ModelSize:
         embedding, head = (_weight(each) for each in (base.get_input_embeddings(), head_of(base)))
         matrices = [p for layer in layers for p in layer.parameters() if p.ndim > 1]
         known = {id(p) for p in (*matrices, embedding, head)}
+        kinds = getattr(config, "layer_types", None) or ()
         adapted = [name for name, _ in layers[0].named_modules() if name.endswith("_proj.lora_A")]
 
         def count(parameters: Iterable[nn.Parameter], experts_share: float = 1.0) -> Elements:
@@ -108,6 +111,7 @@ class ModelSize:
             experts_per_token=chosen if experts else 0,
             adapted_inputs=sum(not name.startswith(("self_attn.o_proj", "mlp.down_proj")) for name in adapted),
             is_llama_like=is_llama_like(layers[0]),
+            attention_share=1 - sum(kind in _WITHOUT_ATTENTION for kind in kinds) / max(1, len(kinds)),
         )
 
     @property

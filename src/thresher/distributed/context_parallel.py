@@ -52,18 +52,27 @@ class ContextParallel:
         query, key, value = received.split([each.shape[1] for each in shards], dim=1)
         return query, key, value
 
+    def gather(self, states: Tensor) -> Tensor:
+        """[1, heads, rows / size, ...] -> [1, heads / size, rows, ...]; for layers that carry state along the row."""
+        states = self._repeat_kv(states)
+        return self._receive(states.reshape(self.size, -1, *states.shape[2:]).contiguous())
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return this rank's heads of a parameter: [heads, ...] -> [heads / size, ...]."""
+        return values.chunk(self.size)[self.rank]
+
     def scatter_sequence(self, attended: Tensor) -> Tensor:
-        """[1, heads / size, rows, dim] -> [1, heads, rows / size, dim]."""
-        _, heads, rows, dim = attended.shape
-        shards = attended.reshape(heads, self.size, rows // self.size, dim).transpose(0, 1)
+        """[1, heads / size, rows, ...] -> [1, heads, rows / size, ...]."""
+        _, heads, rows, *dims = attended.shape
+        shards = attended.reshape(heads, self.size, rows // self.size, *dims).transpose(0, 1)
         received: Tensor = _AllToAll.apply(shards.contiguous(), self.group)  # type: ignore[no-untyped-call]
-        return received.reshape(1, self.size * heads, rows // self.size, dim)
+        return received.reshape(1, self.size * heads, rows // self.size, *dims)
 
     def _receive(self, shards: Tensor) -> Tensor:
-        """Heads of each rank, [size, heads, rows / size, dim] -> own heads, [1, heads, rows, dim]."""
-        size, heads, rows, dim = shards.shape
+        """Heads of each rank, [size, heads, rows / size, ...] -> own heads, [1, heads, rows, ...]."""
+        size, heads, rows, *dims = shards.shape
         received: Tensor = _AllToAll.apply(shards, self.group)  # type: ignore[no-untyped-call]
-        return received.transpose(0, 1).reshape(1, heads, size * rows, dim)
+        return received.transpose(0, 1).reshape(1, heads, size * rows, *dims)
 
     def _repeat_kv(self, states: Tensor) -> Tensor:
         """Repeat key/value heads if there are fewer of them than ranks."""

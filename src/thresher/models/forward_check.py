@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from thresher.data.example import ExampleBatch, Scored, scored_positions
 from thresher.errors import UserError
+from thresher.models.branching_state import carries_state
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.loading.trained import widened_matrices
 from thresher.models.logps import PairModel, original_forward
@@ -34,8 +35,9 @@ class LayoutError(UserError):
 def check_logps(model: PairModel, layout: Layout, batch: ExampleBatch) -> None:
     """Raise if the logps of a layout differ from the model's original forward."""
     inputs = layout.collate(batch)
-    # flash kernels of GPUs have no fp32
-    exact = model if inputs.uses_varlen and model.device.type == "cuda" else in_storage_precision(model)
+    # flash kernels of GPUs have no fp32, nor has the gated delta rule of flash-linear-attention
+    has_kernels = inputs.uses_varlen or carries_state(model.base_model)
+    exact = model if has_kernels and model.device.type == "cuda" else in_storage_precision(model)
     # hooks on compiled layers would cause a recompilation
     with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm), computing_in_storage_precision(exact):
         logps, layers = _pair_forward(exact, layout, inputs)

@@ -7,9 +7,10 @@ the prompt. `padded` has one row per response, right-padded to the longest; test
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from thresher.data.example import Example, ExampleBatch, Response, Scored, TokenIds, scored_positions
 from thresher.errors import UserError
 from thresher.models.attention.segments import KeptRows, PackedAttention, Segment
+from thresher.models.branching_state import branching_layers
 from thresher.models.loading.load import soft_caps_scores
 
 VARLEN = "varlen"  # `attn_implementation` of packed rows; all others are transformers'
 LayoutName = Literal["auto", "shared", "packed", "padded"]
 _NO_TARGET = np.zeros(1, dtype=np.int32)  # of a score at the end of a sequence
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
 Rows = npt.NDArray[np.int64]
 
 
@@ -326,22 +328,26 @@ def _check_varlen(requested: LayoutName, configs: Sequence[PreTrainedConfig], re
 def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None) -> str | None:
     """Return why a model cannot have several sequences in one row; None if it can.
 
-    Packing requires that only attention mixes tokens, and that it is called through transformers' interface.
+    Packing requires that only attention, called through transformers' interface, and state that branches mix tokens.
     """
     name = config.model_type
     if attn_implementation is not None:
         return f"attn_implementation is set to {attn_implementation}, and packed rows need thresher's attention"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"transformers has no causal LM for the model family {name}"
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config()  # multimodal models nest the config of their language model
-    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS
+    branching = branching_layers(model_class)
+    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS - branching
     if unknown == {"chunked_attention"}:
         return f"the model family {name} attends within chunks of a sequence"
-    if getattr(model_class, "_is_stateful", False) or unknown:
+    has_state = getattr(model_class, "_is_stateful", False)
+    if unknown or (has_state and "linear_attention" not in branching):
         kinds = ", ".join(sorted(unknown)) or "recurrent"
         return f"the model family {name} has {kinds} layers, which carry state from token to token"
-    if not getattr(model_class, "_supports_attention_backend", False):
+    # transformers sets the flag for few families that have state
+    has_interface = has_state and hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not has_interface and not getattr(model_class, "_supports_attention_backend", False):
         return f"the model family {name} does not use transformers' attention interface"
     if name == "gpt_oss":
         return f"the model family {name} uses attention sinks"

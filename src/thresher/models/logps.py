@@ -22,6 +22,7 @@ from thresher.distributed.tensors import copy_to_device, local_slices, to_local
 from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
+from thresher.models.branching_state import branch_states
 from thresher.models.layouts import Layout, ModelInputs, pad_to_multiple
 from thresher.models.lm_head import (
     LMHead,
@@ -85,6 +86,7 @@ class PairModel:
             return cls(causal_lm, compute_dtype, engine=engine, calls_head=calls_head, compute_device=device)
         register_pair_attention()
         model.set_attn_implementation(PAIR_ATTENTION)
+        branch_states(model)
         use_memory_efficient_layers(decoder_of(model))
         # the rows to keep are numbered in the full row, so a sequence shard computes all of its rows
         has_full_rows = context_parallel is None and num_row_shards == 1

@@ -60,7 +60,8 @@ def step_flops(process: Process, rows: Rows) -> Flops:
     per_element = 2 * rows.total / dims.cp
     products, weights = per_element * share * active.total, per_element * share * active.trained
     # scores and weighted values; the backward computes gradients of both, and the scores once more
-    attention = 4 * rows.attended * process.query_columns * process.num_layers / dims.cp
+    num_attending = process.num_layers * process.size.attention_share
+    attention = 4 * rows.attended * process.query_columns * num_attending / dims.cp
     head = 2 * rows.scored / dims.cp * process.head.total
     head_weight = 2 * rows.scored / dims.cp * process.head.trained
     again = RECOMPUTED[process.recompute]

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from tests.support.real_pairs import minimal_dpo
+from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import FAMILIES
 from tests.support.tiny_run import PairsInMemory
 from thresher.checkpoint.manager import CheckpointManager
@@ -253,7 +254,7 @@ def save_model(directory: Path, family: str, seed: int, num_layers: int = 4, **c
     changes: other values of its config.
     """
     torch.manual_seed(seed)
-    config: PreTrainedConfig = copy.deepcopy(FAMILIES[family])
+    config: PreTrainedConfig = copy.deepcopy({**FAMILIES, **STATEFUL}[family])
     config.num_hidden_layers = num_layers
     config.num_attention_heads, config.num_key_value_heads = 4, 4 if family == "llama" else 2
     if getattr(config, "layer_types", None):

@@ -11,6 +11,7 @@ from thresher.engines.native.build import axis_sizes
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
+from thresher.models.branching_state import splits_over
 from thresher.models.layouts import Layout
 from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
@@ -113,6 +114,11 @@ def check_axes(
         )
     local = f"{heads // sizes.tp} attention heads and {kv_heads // sizes.tp} key/value heads"
     _check(section, "cp_size", sizes.cp, cp_fits, local + (" per tp rank" if sizes.tp > 1 else ""), heads // sizes.tp)
+    if sizes.cp > 1 and not splits_over(model_config, sizes.cp):
+        raise UserError(
+            f"{section}: cp_size is {sizes.cp}, which does not divide the heads and channels of the layers with state; "
+            "remove cp_size, or use a smaller one"
+        )
     stages = sizes.pp * settings.virtual_pp_size
     if stages > layers:
         raise UserError(

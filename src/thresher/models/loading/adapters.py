@@ -176,6 +176,8 @@ def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Mo
         is_on_meta = next(model.parameters()).is_meta
         adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
     except ValueError as error:
+        if "incompatible" in str(error):  # kernels of Mamba layers would leave out an adapter on `out_proj`
+            raise UserError(f"lora_target {list(target)} is not possible: {error}") from error
         raise UserError(_matches_nothing(model, target)) from error
     # logps use the head's weight directly, so an adapter on it would never be trained
     if any("lora_" in name for name, _ in head_of(model).named_parameters()):
