@@ -122,7 +122,7 @@ class SegmentedFlash(torch.autograd.Function):
             # a row is in at most two calls' keys, so the order in which a GPU adds does not matter
             _add(grad_key, prefix.keys, of_prefix[1])
             _add(grad_value, prefix.keys, of_prefix[2])
-        grad_sinks = None if sinks is None else _sinks_gradient(grad_out, out, log_sums, sinks)
+        grad_sinks = _sinks_gradient(grad_out, out, log_sums, sinks) if ctx.needs_input_grad[3] else None
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None
 
 
