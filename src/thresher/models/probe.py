@@ -181,7 +181,9 @@ def _keep_few_heads(text: Any) -> None:
 def build_tiny_model(small: PreTrainedConfig, *, has_sinks: bool = True) -> PreTrainedModel:
     """Build a model with random weights; what is beside the decoder and its head stays on the meta device."""
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(small), dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(small), dtype=torch.float32, attn_implementation="eager"
+        )
     random = torch.Generator().manual_seed(0)
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # a tied one belongs to two modules
     for part in (decoder_of(model), head_of(model)):

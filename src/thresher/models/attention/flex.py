@@ -21,8 +21,8 @@ from thresher.errors import UserError
 from thresher.models.attention.segments import Segment
 
 BLOCK_SIZE = 128
-# variants differ in dtype, in gradients, and in whether queries or keys fit into one block; a model needs 14 at most, and
-# twice as many if only some of its layers have sinks
+# variants differ in dtype, in gradients, and in whether queries or keys fit into one block; a model needs 14 at most,
+# and twice as many if only some of its layers have sinks
 MAX_COMPILED_VARIANTS = 32
 # fields of two `BlockLists`: key blocks by query block, then query blocks by key block
 _LIST_NAMES = [
