@@ -42,8 +42,8 @@ def model_table() -> str:
         axes = ("yes" if (model_type, axis) in along else "" for axis in _AXES.values())
         tested = "yes" if model_type in tiny else ""
         lines.append(f"| {name} | `shared` | {_what_the_probe_covers(config)} | {tested} | {' | '.join(axes)} |")
-    for name, reason in PADDED.values():
-        why = reason.removeprefix("the model family ").partition(" ")[2]
+    for model_type, (name, reason) in PADDED.items():
+        why = reason.removeprefix(f"the model family {model_type} ")
         lines.append(f"| {name} | `padded` | {why} |  | {' | '.join('' for _ in _AXES)} |")
     return "\n".join(lines) + "\n"
 

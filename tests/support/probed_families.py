@@ -41,6 +41,11 @@ SINKS = ("gpt_oss", "mimo_v2_flash", "granite_swa")
 PADDED = {
     "llama4_text": ("Llama 4 (text)", "the model family llama4_text attends within chunks of a sequence"),
     "llama4": ("Llama 4 (multimodal, text pairs)", "the model family llama4 attends within chunks of a sequence"),
+    "doge": (
+        "Doge",
+        "layout `shared` does not work with model family `doge` (the model makes its own attention mask, which packed "
+        "rows do not have)",
+    ),
     "bloom": ("BLOOM", "the model family bloom does not use transformers' attention interface"),
 }
 
