@@ -64,9 +64,15 @@ def attention(place: Place) -> Facts:
     draw, errors, flash_errors = random.Random(0), [], []
     sizes = [5, 40, 200] if place.device == "cpu" else [5, 300, 3000, 16_000]
     for size in sizes:
-        for window, softcap, kv_heads in [(None, None, 2), (None, None, 4), (7, None, 2), (None, 1.5, 2), (7, 1.5, 4)]:
+        for window, softcap, kv_heads, has_sinks in [
+            (None, None, 2, False),
+            (None, None, 4, True),
+            (7, None, 2, True),
+            (None, 1.5, 2, False),
+            (7, 1.5, 4, False),
+        ]:
             segments = _random_pack(size, draw)
-            kind = (segments, kv_heads, window, softcap)
+            kind = (segments, kv_heads, window, softcap, has_sinks)
             expected = _attend(*kind, device="cpu", dtype=torch.float64)
             errors.append(_largest_error(_attend(*kind, device=place.device, dtype=torch.float32), expected))
             if window is None and softcap is None:
@@ -108,24 +114,28 @@ def _attend(
     kv_heads: int,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool,
     *,
     device: str,
     dtype: torch.dtype,
     uses_varlen: bool = False,
 ) -> list[Tensor]:
-    """Return the output and the gradients of queries, keys and values; the same numbers for any device and dtype."""
+    """Return the output and the gradients of all inputs; the same numbers for any device and dtype."""
     generator, rows = torch.Generator().manual_seed(0), segments[-1].stop
     shapes = [(1, 4, rows, 16), (1, kv_heads, rows, 16), (1, kv_heads, rows, 16), (1, rows, 4, 16)]
     values = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     heads, weights = [each.requires_grad_() for each in values[:3]], values[3]
+    sinks = torch.linspace(-1, 3, 4).to(device, dtype).requires_grad_() if has_sinks else None
     if dtype == torch.float64:
-        out = dense_attention(*heads, segments, 0.3, softcap=softcap, window=window).transpose(1, 2)
+        out = dense_attention(*heads, segments, 0.3, softcap=softcap, window=window, sinks=sinks).transpose(1, 2)
     else:
         packed = PackedAttention(segments, uses_varlen=uses_varlen)
         mask = None if window is None else Window(window)
-        out, _ = pair_attention(nn.Identity(), *heads, mask, pair_visibility=packed, scaling=0.3, softcap=softcap)
+        settings = {"pair_visibility": packed, "scaling": 0.3, "softcap": softcap, "s_aux": sinks}
+        out, _ = pair_attention(nn.Identity(), *heads, mask, **settings)
     (out * weights).sum().backward()
-    return [out.detach(), *(each.grad for each in heads if each.grad is not None)]
+    inputs = heads if sinks is None else [*heads, sinks]
+    return [out.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
 def lm_head(place: Place) -> Facts:

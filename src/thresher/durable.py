@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import logging
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +20,10 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 from thresher.errors import DiskError, UserError
+
+logger = logging.getLogger(__name__)
+
+_MAX_RECORD_BYTES = 1 << 26
 
 
 def sync_stream(stream: IO[Any]) -> None:
@@ -69,6 +76,32 @@ def replace(path: Path, content: bytes, *, temporary: Path | None = None) -> Non
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def read_own_record(path: Path) -> dict[str, Any] | None:
+    """Read what `write_own_record` wrote; None unless it belongs to the user and no other user can write it."""
+    try:
+        # O_NONBLOCK: opening a pipe in this place must not wait for a writer
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:  # noqa: PTH123
+            found = os.fstat(stream.fileno())
+            is_own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not (stat.S_ISREG(found.st_mode) and is_own and found.st_size <= _MAX_RECORD_BYTES):
+                return None
+            content = json.loads(stream.read())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_own_record(path: Path, content: dict[str, Any]) -> None:
+    """Remember something in a cache of the user; without it, the next start computes it again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")  # another run may write the same
+        replace(path, json.dumps(content).encode(), temporary=temporary)
+        path.chmod(0o600)  # the umask may let a group write
+    except OSError as error:
+        logger.info("cannot remember %s: %s", path, error)
 
 
 def remove(path: Path, *, is_shared: bool = False) -> None:

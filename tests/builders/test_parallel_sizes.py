@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import save_file
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
 
+from tests.support.tiny_models import FAMILIES
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.distributed.mesh import ParallelDims
@@ -132,11 +133,18 @@ def test_bf16_messages_of_a_run_in_fp32_are_rejected(config, axes):
     )
 
 
-def test_an_architecture_without_a_tp_plan_is_rejected(config):
-    model_config = OPTConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4)
+@pytest.mark.parametrize(
+    "model_config",
+    [
+        OPTConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4),
+        FAMILIES["gpt_oss"],
+    ],
+    ids=lambda model_config: model_config.model_type,
+)
+def test_an_architecture_without_a_tp_plan_is_rejected(config, model_config):
     assert error_message(config(model_config, num_workers=2, tp_size=2)) == (
-        "actor_train: tp_size is 2, but transformers has no tensor-parallel plan for the architecture opt; remove "
-        "tp_size"
+        "actor_train: tp_size is 2, but transformers has no tensor-parallel plan for the architecture "
+        f"{model_config.model_type}; remove tp_size"
     )
 
 

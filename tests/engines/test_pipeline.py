@@ -161,7 +161,9 @@ def test_layers_are_partitioned_evenly_with_extra_layers_in_the_middle():
         partition_layers(3, 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "mixtral", "gpt_oss"]
+)
 def test_architectures_that_accept_hidden_states(family):
     check_accepts_hidden_states(tiny_model(family))
 

@@ -6,7 +6,6 @@ import pytest
 from transformers import (
     BloomConfig,
     Gemma2Config,
-    GptOssConfig,
     JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -17,11 +16,12 @@ from transformers import (
 from tests.support.tiny_models import FAMILIES, batch_of, pair_of
 from thresher.errors import UserError
 from thresher.models.layouts import choose_layout
+from thresher.models.probe import what_packed_rows_lack
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_families_get_the_shared_layout(family):
-    layout, note = choose_layout("auto", [FAMILIES[family]], None, pad_id=0)
+    layout, note = choose_layout("auto", [FAMILIES[family]], None, pad_id=0, probe=what_packed_rows_lack)
     assert (layout.name, note) == ("shared", None)
 
 
@@ -31,7 +31,6 @@ def test_supported_families_get_the_shared_layout(family):
         (MambaConfig(), "the model family mamba has linear_attention layers, which carry state from token to token"),
         (JambaConfig(), "the model family jamba has linear_attention layers, which carry state from token to token"),
         (BloomConfig(), "the model family bloom does not use transformers' attention interface"),
-        (GptOssConfig(), "the model family gpt_oss uses attention sinks"),
         (Llama4TextConfig(), "the model family llama4_text attends within chunks of a sequence"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

@@ -203,14 +203,16 @@ def test_rows_of_any_length_need_a_bounded_number_of_compiled_variants():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("backward_on_cpu")
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, 1.5)])
-def test_compiled_attention_equals_dense_attention_forward_and_backward(window, softcap):
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (50, 1.5, False), (50, None, True)])
+def test_compiled_attention_equals_dense_attention_forward_and_backward(window, softcap, has_sinks):
     attend = compile_flex_attention(CountingBackend(), MAX_COMPILED_VARIANTS)
     for segments, num_queries, num_keys in packs([(40, 100, 70), (5, 9, 8)]):
         inputs = heads(num_queries, num_keys, torch.float32, with_grad=True)
         mask = block_mask(segments, num_keys, window, CPU)
-        found = flex_segment_attention(*inputs, mask, 0.25, softcap, attend)
-        expected = dense_attention(*inputs, segments, 0.25, softcap=softcap, window=window)
+        sinks = torch.linspace(-1, 2, inputs[0].shape[1], requires_grad=True) if has_sinks else None
+        found = flex_segment_attention(*inputs, mask, 0.25, softcap, attend, sinks)
+        expected = dense_attention(*inputs, segments, 0.25, softcap=softcap, window=window, sinks=sinks)
+        inputs = [*inputs, sinks] if has_sinks else inputs
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
         gradients = (torch.autograd.grad((out * weights).sum(), inputs) for out in (found, expected))
@@ -237,9 +239,9 @@ def test_the_start_up_check_runs_compiled_attention_and_uncompiled_layers(monkey
     backend = CountingBackend()
     attend = compile_flex_attention(backend, MAX_COMPILED_VARIANTS)
 
-    def flex_on_cpu(query, key, value, visibility, scale, softcap, window):
+    def flex_on_cpu(query, key, value, visibility, scale, softcap, window, sinks):
         mask = cached_mask(visibility, key.shape[2], window, query.device)
-        return flex_segment_attention(query, key, value, mask, scale, softcap, attend)
+        return flex_segment_attention(query, key, value, mask, scale, softcap, attend, sinks)
 
     monkeypatch.setitem(KERNELS, "cpu", flex_on_cpu)
     model = PairModel.for_layout(tiny_model("llama"), torch.float32, SHARED)

@@ -48,7 +48,8 @@ def score(
     model: torch.nn.Module, layout: Layout, batch: ExampleBatch, dtype: torch.dtype = torch.float32
 ) -> ExampleLogps:
     if layout.name == "padded":  # sdpa does not support soft-capped scores
-        model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
+        is_eager = model.config.model_type == "gemma2" or not model._supports_sdpa
+        model.set_attn_implementation("eager" if is_eager else "sdpa")
     return PairModel.for_layout(model, dtype, layout).score(layout.collate(batch))
 
 
@@ -145,30 +146,37 @@ def random_heads(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     return torch.randn(1, 4, rows, 8), torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8)
 
 
-def flash(query, key, value, segments, scale):
-    return flash_attention(query, key, value, segment_calls(segments, key.shape[2], query.device), scale)
+def flash(query, key, value, segments, scale, sinks=None):
+    return flash_attention(query, key, value, segment_calls(segments, key.shape[2], query.device), scale, sinks)
 
 
-def test_flash_over_segments_equals_dense_attention_forward_and_backward():
+# scores of about 1 to 3: one sink hardly matters, one takes most of the softmax
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 6.0])
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+def test_flash_over_segments_equals_dense_attention_forward_and_backward(sinks):
     weights = torch.randn(1, 4, 17, 8)
     results = []
     for attend in (dense_attention, flash):
-        heads = [part.requires_grad_() for part in random_heads(17)]
-        out = attend(*heads, SEGMENTS, 0.3)
+        leaves = [part.requires_grad_() for part in random_heads(17)]
+        leaves += [] if sinks is None else [sinks.clone().requires_grad_()]
+        out = attend(*leaves[:3], SEGMENTS, 0.3, sinks=None if sinks is None else leaves[3])
         (out * weights).sum().backward()
-        results.append([out.detach(), *(part.grad for part in heads)])
+        results.append([out.detach(), *(part.grad for part in leaves)])
     for dense, joined in zip(*results, strict=True):
         torch.testing.assert_close(joined, dense, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5), (3, 1.5)])
-def test_flex_attention_equals_dense_attention(window, softcap):
+def test_flex_attention_equals_dense_attention(window, softcap, sinks):
     """The GPU path; its forward runs on the CPU, its backward needs a GPU."""
     heads = random_heads(17)
     mask = block_mask(SEGMENTS, 17, window, torch.device("cpu"))
-    found = flex_segment_attention(*heads, mask, 0.3, softcap)
-    expected = dense_attention(*heads, SEGMENTS, 0.3, softcap=softcap, window=window)
+    found = flex_segment_attention(*heads, mask, 0.3, softcap, sinks=sinks)
+    expected = dense_attention(*heads, SEGMENTS, 0.3, softcap=softcap, window=window, sinks=sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -254,32 +262,35 @@ def test_the_mask_oracle_of_a_small_row():
     ]
 
 
-def attention_with_full_mask(query, key, value, segments, scale, softcap=None, window=None):
-    """softmax(capped scores + mask) @ value over the full row, with keys repeated, in double precision."""
+def attention_with_full_mask(query, key, value, segments, scale, softcap=None, window=None, sinks=None):
+    """softmax(capped scores + mask, sink) @ value over the full row, with keys repeated, in double precision."""
     query, key, value = (part.double() for part in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(groups, dim=1)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~visibility(segments, key.shape[2], window), -torch.inf).exp()
-    weights = weights / weights.sum(-1, keepdim=True)
+    of_sinks = 0 if sinks is None else sinks.double().exp()[None, :, None, None]
+    weights = weights / (weights.sum(-1, keepdim=True) + of_sinks)
     return torch.einsum("bhqk,bhkd->bhqd", weights, value.repeat_interleave(groups, dim=1))
 
 
 @pytest.mark.parametrize("value_dim", [8, 5])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (3, None), (None, 1.5), (3, 1.5)])
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize(("segments", "rows"), [(SEGMENTS, [*range(17)]), (KEPT, KEPT_ROWS)], ids=["all", "kept"])
 def test_dense_attention_by_segments_equals_the_full_mask_forward_and_backward(
-    segments, rows, window, softcap, kv_heads, value_dim
+    segments, rows, sinks, window, softcap, kv_heads, value_dim
 ):
     generator = torch.Generator().manual_seed(7)
     shapes = ((4, len(rows), 8), (kv_heads, 17, 8), (kv_heads, 17, value_dim), (4, len(rows), value_dim))
     *heads, weights = (torch.randn(1, *shape, generator=generator) for shape in shapes)
     results = []
     for attend in (attention_with_full_mask, dense_attention):
-        leaves = [part.clone().requires_grad_() for part in heads]
-        out = attend(*leaves, segments, 0.3, softcap=softcap, window=window)
+        leaves = [part.clone().requires_grad_() for part in (*heads, *([] if sinks is None else [sinks]))]
+        own_sinks = None if sinks is None else leaves[3]
+        out = attend(*leaves[:3], segments, 0.3, softcap=softcap, window=window, sinks=own_sinks)
         (out * weights).sum().backward()
         results.append([out.detach().float(), *(leaf.grad for leaf in leaves)])
     for expected, found in zip(*results, strict=True):
@@ -298,8 +309,8 @@ def test_attention_may_leave_out_the_first_and_last_rows():
 
 def test_dense_attention_keeps_double_precision():
     heads = [part.double() for part in random_heads(17)]
-    expected = attention_with_full_mask(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
-    found = dense_attention(*heads, SEGMENTS, 0.3, softcap=1.5, window=3)
+    expected = attention_with_full_mask(*heads, SEGMENTS, 0.3, softcap=1.5, window=3, sinks=SINKS.double())
+    found = dense_attention(*heads, SEGMENTS, 0.3, softcap=1.5, window=3, sinks=SINKS.double())
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
 
 

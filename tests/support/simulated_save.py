@@ -30,7 +30,9 @@ def save_and_step(request: RankRequest) -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from thresher.builders.inputs import find_layout
     from thresher.checkpoint.background import HostBuffers
+    from thresher.config import parse_config
     from thresher.models.attention.interface import KERNELS
     from thresher.plan.simulate.counters import HostSide
     from thresher.plan.simulate.rank import _Step, attention_without_values
@@ -46,8 +48,9 @@ def save_and_step(request: RankRequest) -> dict[str, Any]:
 
     KERNELS["cuda"] = attention_without_values
     host, copies = HostSide(), HostBuffers()
+    layout = find_layout(parse_config(request.config))[1]
     with FakeTensorMode(allow_non_fake_inputs=True), host:
-        step = _Step(request, torch.device("cuda", 0))
+        step = _Step(request, torch.device("cuda", 0), layout)
         step.run(1)
         host.reads.clear()
         step._policy.snapshot({}, copies)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, PreTrainedConfig
 
 from tests.support.tiny_models import GROUPED
 

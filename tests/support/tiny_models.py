@@ -19,8 +19,10 @@ from transformers import (
     Gemma4Config,
     Gemma4TextConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -103,6 +105,17 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
     ),
+    # attention sinks: in every layer, and in the layers with a window only
+    "gpt_oss": GptOssConfig(**GROUPED, head_dim=8, sliding_window=6, num_local_experts=4, num_experts_per_tok=2),
+    "mimo_v2_flash": MiMoV2FlashConfig(
+        **GROUPED,
+        **_WINDOWS,
+        head_dim=8,
+        v_head_dim=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
     "llama_stray_window": LlamaConfig(**GROUPED, sliding_window=6),
     "qwen3_moe": Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5),
@@ -128,9 +141,11 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_()
     return model
 
 

@@ -22,6 +22,7 @@ from thresher.models.loading.adapters import AdapterFiles, LoraSettings
 from thresher.models.loading.location import named_model
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
+from thresher.models.probe import what_packed_rows_lack
 
 
 def build_policy(
@@ -166,7 +167,9 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         return
 
     def find_layout() -> Layout:
-        return choose_layout(config.layout, [spec.model_config], args.attn_implementation, pad_id=0)[0]
+        return choose_layout(
+            config.layout, [spec.model_config], args.attn_implementation, pad_id=0, probe=what_packed_rows_lack
+        )[0]
 
     spec = model_spec(config, section, role, find_layout, torch.device("cpu"), Group(size=role.num_processes))
     resolve_name(strategy.check)(spec)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager
@@ -28,11 +29,15 @@ from thresher.models.loading.load import (
     DTYPES,
     REWARD_HEAD,
     load_model,
+    load_model_config,
     load_tokenizer,
     pad_apart_from_eos,
     set_pad_token,
+    translate_load_errors,
 )
 from thresher.models.loading.location import locate_model
+from thresher.models.loading.weight_files import find_file
+from thresher.models.pipeline_chunk import decoder_of, head_of
 from thresher.reference.fingerprint import config_digest, weights_digest
 from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS
 
@@ -43,6 +48,8 @@ _SIZE = re.compile(r"[1-9]\d*([KMGT]B|[KMG]IB)", re.IGNORECASE)
 
 # weights of a model that save_pretrained wrote: an earlier one's shards would be read with the new one's
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+# of a multimodal model, beside its tokenizer
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def load_checkpoint(
@@ -92,6 +99,7 @@ def export_checkpoint(
     model, tokenizer, path = load_checkpoint(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
     if is_used and output.resolve() == Path(path).resolve():
         raise UserError(f"{output} is the model that the run started from; name a different directory")
+    model = with_untrained_towers(model, path, trust_remote_code=trust_remote_code)
     # written under another name and renamed, so that an existing directory is complete
     staging = output.with_name(f".{output.name}.partial")
     durable.refuse_link(staging)
@@ -99,6 +107,9 @@ def export_checkpoint(
     staging.parent.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(staging, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(staging)
+    if model.config.get_text_config() is not model.config:
+        for file in filter(None, (find_file(path, name) for name in _PROCESSORS)):
+            shutil.copyfile(file, staging / file.name)
     readable = (staging / "config.json").stat().st_mode
     for file in staging.glob("*.safetensors"):
         file.chmod(readable)  # safetensors writes files that only their owner can read
@@ -115,6 +126,26 @@ def export_checkpoint(
             shutil.rmtree(target)
         file.replace(target)
     staging.rmdir()
+
+
+def with_untrained_towers(model: PreTrainedModel, path: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Put a language model back into the multimodal model that it was loaded from, whose other weights were not read.
+
+    A class that loads all of the checkpoint, as that of Gemma 3 does, has the other weights already.
+    """
+    config_class = type(load_model_config(path, trust_remote_code=trust_remote_code))
+    is_whole = config_class is type(model.config) or hasattr(model, "score")
+    if is_whole or config_class not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return model
+    directory, arguments = locate_model(path)
+    with translate_load_errors("multimodal model", path):
+        whole: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
+            directory, dtype=model.dtype, use_safetensors=True, **arguments
+        )
+    for part in (decoder_of, head_of):
+        part(whole).load_state_dict(part(model).state_dict())
+    whole.config.get_text_config().pad_token_id = model.config.pad_token_id
+    return whole
 
 
 def export_run(config: DPOConfig) -> None:

@@ -26,6 +26,7 @@ from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, t
 from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.models.loading.location import named_model
+from thresher.models.probe import what_packed_rows_lack
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,9 @@ def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str
     trusted = {config.policy_path: args.trust_remote_code}
     trusted.setdefault(config.reference_path, config.trusts_reference_code)
     models = [load_model_config(path, trust_remote_code=trust) for path, trust in trusted.items() if path is not None]
-    layout, note = choose_layout(requested, models, attention, pad_id, scored=scored_of(config))
+    layout, note = choose_layout(
+        requested, models, attention, pad_id, scored=scored_of(config), probe=what_packed_rows_lack
+    )
     return tokenizer, layout, note or reason
 
 

@@ -8,7 +8,7 @@ the prompt. `padded` has one row per response, right-padded to the longest; test
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -279,10 +279,16 @@ def choose_layout(
     pad_id: int | None,  # only for padded rows
     *,
     scored: Scored = "response",
+    probe: Callable[[PreTrainedConfig], str | None] | None = None,
 ) -> tuple[Layout, str | None]:
-    """Return the fastest layout that all models support and, if packing is not possible, a line that says why."""
+    """Return the fastest layout that all models support and, if packing is not possible, a line that says why.
+
+    `probe` finds out what packed rows of a family lack (`models/probe.py`); None believes the config.
+    """
     requested_kernel = transformers_attention(attn_implementation)
-    reason = next(filter(None, (_why_not_packable(config, requested_kernel) for config in configs)), None)
+    ask = (lambda _config: None) if probe is None or requested == "padded" else probe
+    reasons = (_why_not_packable(config, requested_kernel) or ask(config) for config in configs)
+    reason = next(filter(None, reasons), None)
     vocab_size = min(filter(None, (vocab_size_of(config) for config in configs)), default=None)
     if attn_implementation == VARLEN:
         _check_varlen(requested, configs, reason)
@@ -349,6 +355,4 @@ def _why_not_packable(config: PreTrainedConfig, attn_implementation: str | None)
     has_interface = has_state and hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
     if not has_interface and not getattr(model_class, "_supports_attention_backend", False):
         return f"the model family {name} does not use transformers' attention interface"
-    if name == "gpt_oss":
-        return f"the model family {name} uses attention sinks"
     return None

@@ -15,10 +15,8 @@ import json
 import logging
 import os
 import re
-import secrets
-import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY_NAME = ".digests"  # hidden: the other directories there are references
 _VERSION = 1
-_MAX_BYTES = 1 << 26
 # a file that was written so recently could change again without a new time stamp
 _SECONDS_TO_SETTLE = 2.0
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -57,7 +54,8 @@ def remembered(file: Path, compute: Callable[[], Digests]) -> Digests:
         return found
     digests = compute()
     if _identity(file) == before and time.time() - file.stat().st_mtime > _SECONDS_TO_SETTLE:
-        _write(path, {"version": _VERSION, "path": str(file), "identity": before, "digests": digests})
+        content = {"version": _VERSION, "path": str(file), "identity": before, "digests": digests}
+        durable.write_own_record(path, content)
     return digests
 
 
@@ -68,34 +66,15 @@ def _identity(file: Path) -> list[int]:
 
 
 def _read(path: Path, file: Path, identity: list[int]) -> Digests | None:
-    try:
-        # O_NONBLOCK: opening a pipe in this place must not wait for a writer
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:  # noqa: PTH123
-            found = os.fstat(stream.fileno())
-            is_own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if not (stat.S_ISREG(found.st_mode) and is_own and found.st_size <= _MAX_BYTES):
-                return None
-            content = json.loads(stream.read())
-    except (OSError, ValueError, RecursionError):
-        return None
+    content = durable.read_own_record(path)
     expected = {"version": _VERSION, "path": str(file), "identity": identity}
-    if not isinstance(content, dict) or any(content.get(name) != value for name, value in expected.items()):
+    if content is None or any(content.get(name) != value for name, value in expected.items()):
         return None
     digests = content.get("digests")
     if not isinstance(digests, dict) or not digests:
         return None
     is_valid = all(isinstance(each, str) and _DIGEST.fullmatch(each) for each in digests.values())
     return digests if is_valid else None
-
-
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")  # another run may write the same
-        durable.replace(path, json.dumps(content).encode(), temporary=temporary)
-        path.chmod(0o600)  # the umask may let a group write
-    except OSError as error:  # the next start hashes the file again
-        logger.info("cannot remember the digests of %s: %s", content["path"], error)
 
 
 # increase it when the same weights and tokens get different logps, so that older caches are not used

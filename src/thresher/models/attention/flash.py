@@ -2,6 +2,7 @@
 
 One autograd function for the full packed row, since autograd of torch's kernels ignores the gradient of a log-sum-exp.
 In the backward, each call gets the joined output and log-sum-exp, and so computes its keys' share of the full softmax.
+A sink is one more key, whose value is zero: it joins last.
 """
 
 from __future__ import annotations
@@ -91,19 +92,21 @@ def _sequences(
 
 
 class SegmentedFlash(torch.autograd.Function):
-    """query [queries, heads, dim], key and value [rows, kv heads, dim] -> [queries, heads, dim]."""
+    """query [queries, heads, dim], key and value [rows, kv heads, dim], sinks [heads] -> [queries, heads, dim]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, calls: Calls, scale: float
+    ) -> Tensor:
         out: Tensor
-        out, log_sums = torch.ops.thresher.segmented_flash(query, key, value, *_flat(calls), scale)
-        ctx.save_for_backward(query, key, value, out, log_sums)
+        out, log_sums = torch.ops.thresher.segmented_flash(query, key, value, sinks, *_flat(calls), scale)
+        ctx.save_for_backward(query, key, value, sinks, out, log_sums)
         ctx.calls, ctx.scale = calls, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        query, key, value, sinks, out, log_sums = ctx.saved_tensors
         _, backward = _KERNELS[query.device.type]
         own, *prefixes = ctx.calls
         seen = (_take(tensor, own.keys) for tensor in (key, value))
@@ -119,11 +122,18 @@ class SegmentedFlash(torch.autograd.Function):
             # a row is in at most two calls' keys, so the order in which a GPU adds does not matter
             _add(grad_key, prefix.keys, of_prefix[1])
             _add(grad_value, prefix.keys, of_prefix[2])
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+        grad_sinks = _sinks_gradient(grad_out, out, log_sums, sinks) if ctx.needs_input_grad[3] else None
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor | None], lengths: list[int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    tensors: list[Tensor | None],
+    lengths: list[int],
+    scale: float,
 ) -> _Output:
     own, *prefixes = _from_flat(tensors, lengths)
     forward, _ = _KERNELS[query.device.type]
@@ -134,14 +144,24 @@ def _attend(
         of_prefix = forward(_take(query, rows), *seen, prefix, scale)
         joined, joined_sums = _join(_take(out, rows), _take(log_sums, rows, 1), *of_prefix)
         out, log_sums = _put(out, rows, joined), _put(log_sums, rows, joined_sums, 1)
-    return out, log_sums
+    if sinks is None:
+        return out, log_sums
+    total = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
+    return (out * (log_sums - total).exp().t().unsqueeze(-1)).to(out.dtype), total
+
+
+def _sinks_gradient(grad_out: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """-sum over queries of p * <grad_out, out>, where p is a sink's share of the softmax: [heads]."""
+    share = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()
+    products = (grad_out.to(log_sums.dtype) * out).sum(-1).t()
+    return -(share * products).sum(1).to(sinks.dtype)
 
 
 # one operation: selective recomputation keeps its results and not the results of each call
 _LIBRARY = torch.library.Library("thresher", "FRAGMENT")
 _LIBRARY.define(
-    "segmented_flash(Tensor query, Tensor key, Tensor value, Tensor?[] tensors, int[] lengths, float scale) "
-    "-> (Tensor, Tensor)"
+    "segmented_flash(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor?[] tensors, int[] lengths, "
+    "float scale) -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("segmented_flash", _attend, "CPU")
 _LIBRARY.impl("segmented_flash", _attend, "CUDA")
@@ -152,10 +172,12 @@ def _without_values(query: Tensor, *_rest: Any) -> _Output:
     return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float) -> Tensor:
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
     rows_first = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out: Tensor = SegmentedFlash.apply(*rows_first, calls, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = SegmentedFlash.apply(*rows_first, sinks, calls, scale)  # type: ignore[no-untyped-call]
     return out.transpose(0, 1)[None]
 
 

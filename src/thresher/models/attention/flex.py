@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from thresher.distributed.tensors import copy_arrays_to_device
 from thresher.errors import UserError
 from thresher.models.attention.segments import Segment
 
 BLOCK_SIZE = 128
-# variants differ in dtype, in gradients, and in whether queries or keys fit into one block; a model needs 14 at most
+# variants differ in dtype, in gradients, and in whether queries or keys fit into one block; a model needs 14 at most,
+# and twice as many if only some of its layers have sinks
 MAX_COMPILED_VARIANTS = 32
 # fields of two `BlockLists`: key blocks by query block, then query blocks by key block
 _LIST_NAMES = [
@@ -52,16 +53,22 @@ def flex_segment_attention(
     scale: float,
     softcap: float | None,
     attend: Callable[..., Any] = flex_attention,  # uncompiled, it allocates the scores of all queries and keys
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, dim]."""
+    """query [1, heads, queries, dim], key and value [1, kv heads, rows, dim], sinks [heads] -> like query."""
 
     def capped(score: Tensor, *_indices: Tensor) -> Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    out: Tensor = attend(
-        query, key, value, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out
+    enable_gqa = query.shape[1] != key.shape[1]
+    settings = {"score_mod": capped, "block_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
+    out: Tensor
+    if sinks is None:
+        out = attend(query, key, value, **settings)
+        return out
+    out, sums = attend(query, key, value, **settings, return_aux=AuxRequest(lse=True))
+    # the share of the softmax that the keys have besides the sink
+    return (out * torch.sigmoid(sums.lse - sinks.to(sums.lse.dtype)[:, None]).unsqueeze(-1)).to(out.dtype)
 
 
 @lru_cache(maxsize=1)

@@ -30,11 +30,12 @@ def segment_attention(
     scale: float,
     softcap: float | None,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend with the kernel for these inputs: [1, heads, queries, dim] -> [1, heads, queries, value dim].
 
-    A GPU uses FlexAttention; with `attn_implementation: varlen`, flash kernels. A CPU uses flash kernels, and dense
-    attention for what they lack.
+    sinks [heads] are scores that take part in the softmax of each query and have no value. A GPU uses FlexAttention;
+    with `attn_implementation: varlen`, flash kernels. A CPU uses flash kernels, and dense attention for what they lack.
     """
     device, num_keys = query.device, key.shape[2]
     is_plain = softcap is None and window is None and query.shape[-1] == value.shape[-1]
@@ -44,11 +45,12 @@ def segment_attention(
         calls = visibility.cached(
             ("calls", num_keys, device), lambda: segment_calls(visibility.segments, num_keys, device)
         )
-        return flash_attention(query, key, value, calls, scale)
+        return flash_attention(query, key, value, calls, scale, sinks)
     if device.type == "cpu":
-        return dense_attention(query, key, value, visibility.segments, scale, softcap=softcap, window=window)
+        segments = visibility.segments
+        return dense_attention(query, key, value, segments, scale, softcap=softcap, window=window, sinks=sinks)
     mask = cached_mask(visibility, num_keys, window, device)
-    return flex_segment_attention(query, key, value, mask, scale, softcap, compiled_flex_attention())
+    return flex_segment_attention(query, key, value, mask, scale, softcap, compiled_flex_attention(), sinks)
 
 
 def _check_varlen(query: Tensor, *, is_plain: bool) -> None:
@@ -104,7 +106,8 @@ def _attend(
     pair_visibility: PackedAttention | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
-    **rest: Any,
+    s_aux: Tensor | None = None,  # attention sinks, as transformers names them
+    **_rest: Any,
 ) -> Tensor:
     if pair_visibility is None:
         raise RuntimeError(
@@ -112,16 +115,15 @@ def _attend(
         )
     if mask is not None and not isinstance(mask, Window):
         raise RuntimeError("the model makes its own attention mask, which packed rows do not have")
-    if rest.get("s_aux") is not None:
-        raise RuntimeError("the model uses attention sinks, which packed rows do not have")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     exchange = pair_visibility.exchange
     if exchange is not None:
         query, key, value = exchange.gather_sequence(query, key, value)
+        s_aux = None if s_aux is None else s_aux.chunk(exchange.size)[exchange.rank]
     longest = max(segment.context_length for segment in pair_visibility.segments)
     window = mask.size if mask is not None and mask.size < longest else None
     replaced = None if pair_visibility.uses_varlen else KERNELS.get(query.device.type)
-    out = (replaced or segment_attention)(query, key, value, pair_visibility, scale, softcap, window)
+    out = (replaced or segment_attention)(query, key, value, pair_visibility, scale, softcap, window, s_aux)
     if exchange is not None:
         out = exchange.scatter_sequence(out)
     return out.transpose(1, 2).contiguous()
@@ -145,17 +147,21 @@ def dense_attention(
     *,
     softcap: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend one segment at a time: the reference for the kernels, and for soft caps and windows on a CPU.
 
-    query [1, heads, queries, dim], key and value [1, kv heads, rows, dim] -> [1, heads, queries, value dim].
+    query [1, heads, queries, dim], key and value [1, kv heads, rows, dim], sinks [heads]
+    -> [1, heads, queries, value dim].
     Memory is the sum of length * context_length over segments, not queries * rows.
     """
     # split and cat, not slices: a slice's backward fills a tensor of the full row, a split's is one cat
     keys, values = _SplitRows(key, segments), _SplitRows(value, segments)
     queries = query.split([segment.length for segment in segments], dim=2)
     outputs = [
-        _attend_densely(segment_query, keys.visible_to(segment), values.visible_to(segment), scale, softcap, window)
+        _attend_densely(
+            segment_query, keys.visible_to(segment), values.visible_to(segment), scale, softcap, window, sinks
+        )
         for segment, segment_query in zip(segments, queries, strict=True)
     ]
     return torch.cat(outputs, dim=2)
@@ -186,7 +192,13 @@ class _SplitRows:
 
 
 def _attend_densely(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend from the last `length` positions to all `context` positions up to them, at most `window` - 1 back.
 
@@ -202,7 +214,10 @@ def _attend_densely(
     distance = positions[context - length :, None] - positions
     is_hidden = (distance < 0) | (distance >= (context if window is None else window))
     scores = scores.view(1, kv_heads, groups, length, context).masked_fill(is_hidden, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, kv_heads, groups, 1, 1).expand(-1, -1, -1, length, 1)
+        scores = torch.cat([scores, column], dim=-1)
     # fp32 or wider: bf16 loses too much precision in a sum over many keys
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    out = weights.view(1, kv_heads, groups * length, context) @ value
+    out = weights[..., :context].reshape(1, kv_heads, groups * length, context) @ value
     return out.view(1, heads, length, value.shape[-1])

@@ -34,6 +34,7 @@ from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.spec import ModelSpec
 from thresher.losses.pairs import ExampleLogps, ResponseLogps
 from thresher.models.attention.interface import KERNELS
+from thresher.models.layouts import Layout
 from thresher.models.loading.load_sharded import allocate, build_without_weights
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
@@ -58,11 +59,12 @@ def run_rank(request: RankRequest) -> RankResult:
     dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.num_processes)
     KERNELS["cuda"] = attention_without_values
     leave_shapes_uncounted()
+    layout = find_layout(parse_config(request.config))[1]  # before the mode: its probe compares values
     live, host = LiveBytes(device.type), HostSide()
     counted, communication = OperationCounter(device.type), CommunicationCounter()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         with host:
-            step = _Step(request, device)
+            step = _Step(request, device, layout)
             step.run(1)
         held = live.peak = live.live
         host.reads.clear()
@@ -84,9 +86,8 @@ def run_rank(request: RankRequest) -> RankResult:
 class _Step:
     """The policy of a rank, its reference, and the steps that it makes."""
 
-    def __init__(self, request: RankRequest, device: torch.device):
+    def __init__(self, request: RankRequest, device: torch.device, layout: Layout):
         config, world = parse_config(request.config), Group(request.rank, request.num_processes, dist.group.WORLD)
-        layout = find_layout(config)[1]
 
         def spec_of(section: Literal["actor_train", "reference"]) -> ModelSpec[FSDP2Settings]:
             values = vars(model_spec(config, section, config.actor_train, lambda: layout, device, world))
@@ -233,7 +234,8 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def attention_without_values(query: Tensor, key: Tensor, value: Tensor, *_settings: Any) -> Tensor:
+def attention_without_values(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
     """Stand in for the attention kernel of GPUs."""
     out: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
-    return out
+    *_, sinks = settings
+    return out if sinks is None else (out * torch.sigmoid(sinks.float())[:, None, None]).to(out.dtype)
