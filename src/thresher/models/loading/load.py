@@ -149,12 +149,16 @@ def load_model(
 def _without_load_report() -> Iterator[None]:
     """Do not let transformers print which weights are missing: `_check_loaded` rejects them."""
     logger = logging.getLogger("transformers.modeling_utils")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    # a filter, because a logger with a level makes transformers list the layers without a tensor-parallel plan
+    logger.addFilter(is_error)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(is_error)
 
 
 def class_to_load(config: PreTrainedConfig, *, is_reward_model: bool) -> Any:
