@@ -47,3 +47,8 @@ def test_the_counts_in_the_readme_are_those_of_the_code() -> None:
         rf"; {len(model_table().splitlines()) - 2} architectures tested": "architectures",
     }
     assert [what for pattern, what in counts.items() if not re.search(pattern, text)] == []
+
+
+def test_the_first_page_of_the_docs_begins_as_the_readme_does() -> None:
+    first = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").splitlines()[2]
+    assert README.read_text(encoding="utf-8").splitlines()[2].startswith(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -513,3 +514,9 @@ def test_sharded_loading_reads_persistent_buffers(models_in):
     model.model.register_buffer("absent", torch.zeros(3))
     with pytest.raises(UserError, match=r"have no tensor model\.absent"):
         load_local_shards(model, str(path), CPU)
+
+
+def test_transformers_logs_nothing_while_a_model_is_loaded(models, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    load_model(str(models["right"]))
+    assert caplog.messages == []

@@ -69,8 +69,8 @@ def _facts(estimate: Estimate) -> list[str]:
         f"model: {estimate.parts.policy_path}, {size.total:,.0f} parameters, {size.trained:,.0f} trained",
         f"GPUs: {cluster.num_gpus} x {cluster.gpu.name}, {_mesh(estimate)}",
         f"pairs: {estimate.pairs.source}",
-        f"step: {plan.pairs_per_step:,} pairs, {useful:,.0f} useful tokens{assumed}, "
-        f"micro-batches per data-parallel rank: {workload.most_micro_batches}, the largest of "
+        f"step: {plan.pairs_per_step:,} pairs, {useful:,.0f} useful tokens{assumed}",
+        f"micro-batches: {workload.most_micro_batches} per data-parallel rank, the largest of "
         f"{workload.largest.total:,} tokens",
         f"epoch: {plan.num_pairs:,} pairs, {useful * plan.steps_per_epoch:,.0f} useful tokens, "
         f"{plan.steps_per_epoch:,} steps{assumed}; the run has {plan.num_steps:,} steps",
@@ -170,7 +170,7 @@ def _simulation_table(ranks: Sequence[SimulatedRank]) -> Table:
 
 def _verdict(estimate: Estimate, peak: float) -> list[str]:
     """Whether the run fits; if not, what to change."""
-    usable = f"{_bytes(estimate.usable_memory)}, {RESERVED:.0%} less than the GPU has"
+    usable = f"{_bytes(estimate.usable_memory)} ({RESERVED:.0%} of the GPU is kept free)"
     if peak <= estimate.usable_memory:
         return [f"fits: at most {_bytes(peak)} of {usable}"]
     return [
@@ -187,8 +187,8 @@ def _totals(estimate: Estimate) -> list[str]:
     lines = [
         f"MFU {estimate.mfu:.0%}; assumed: computing at {100 * rate:g}% of the peak, links at {LINK_RATE:.0%}, "
         f"{_COMPILED[estimate.compiled]} compiled",
-        f"training: {_duration(hours)}, {_duration(hours * estimate.cluster.num_gpus, 'GPU-')}; "
-        "evaluation, saving and scoring of the reference before training come on top",
+        f"training: {_duration(hours)}, {_duration(hours * estimate.cluster.num_gpus, 'GPU-')}",
+        "not included: evaluation, saving, and scoring the reference before training",
         f"checkpoint: {_bytes(estimate.checkpoint_bytes)} per writing process; at start a node reads "
         f"{_bytes(estimate.loaded_bytes_per_node)}",
     ]
