@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 import threading
@@ -11,16 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import Queue
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from tests.support.ports import free_ports, listening
+from tests.support.two_machines import can_make_machines, run_on_two_machines
 from thresher.errors import ResourceError, UserError
 from thresher.redact import MASK, restore_secrets
 from thresher.runtime import torchrun
 from thresher.runtime.launch import Launch
 from thresher.runtime.launch_session import LaunchSession
-from thresher.runtime.launch_store import SignedMessages, open_store, read_token, sign_messages
+from thresher.runtime.launch_store import SignedMessages, is_loopback, open_store, read_token, sign_messages
 from thresher.runtime.torchrun import LaunchedRank, LaunchedRanks, address_among_ranks
 
 SECRETS = {
@@ -238,6 +241,47 @@ def test_ranks_on_several_nodes_never_talk_over_loopback(routes, addresses, monk
         return address_among_ranks(store, Launch("srun", rank, 2, 0, ("node0", 1)))
 
     assert on_both(address) == addresses
+
+
+def test_rank_0_whose_name_is_loopback_uses_the_interface_of_the_other_rank():
+    """With the interfaces of this machine: the routes are the kernel's."""
+    statistics = psutil.net_if_stats()
+    addresses = [
+        each.address
+        for interface, found in psutil.net_if_addrs().items()
+        for each in found
+        if each.family == socket.AF_INET and statistics[interface].isup and not is_loopback(each.address)
+    ]
+    if not addresses:
+        pytest.skip("this machine has no interface besides loopback")
+    store, masters = dist.HashStore(), ("127.0.1.1", addresses[0])  # the name of node 0, resolved there and elsewhere
+
+    def address(rank: int) -> str:
+        return address_among_ranks(store, Launch("srun", rank, 2, 0, (masters[rank], 1)))
+
+    assert on_both(address) == [addresses[0]] * 2
+
+
+# what a rank of two does until it is connected with the other one, and then the numbers of nodes and its interfaces
+JOIN = """
+import os
+from thresher.runtime.launch import find_launch
+from thresher.runtime.launch_store import open_store
+from thresher.runtime.torchrun import LaunchedRank
+launch = find_launch(os.environ)
+nodes = LaunchedRank(launch, open_store(launch)).join()
+print(launch.rank, nodes, os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
+"""
+
+
+@pytest.mark.hand  # CI has the addresses alone
+@pytest.mark.distributed
+def test_two_machines_whose_own_names_are_loopback_connect_over_their_network(tmp_path):
+    if not can_make_machines():
+        pytest.skip("this user cannot make network namespaces")
+    done = run_on_two_machines(tmp_path, "-c", JOIN, environment={**os.environ, "OMP_NUM_THREADS": "1"}, seconds=240)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 eth0 eth0", "1 2 eth1 eth1"]
 
 
 def test_a_port_in_use_is_an_error_that_names_the_variables():
