@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from thresher.data.batching.plan import PairIds
 from thresher.data.store.reader import Lengths
 
 Indices = npt.NDArray[np.int64]
+Costs = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -30,25 +32,28 @@ class CostModel:
 
     def tokens(self, lengths: Lengths) -> Indices:
         """Return the tokens that each example has in a packed row; the last token of a response is not an input."""
-        prompt = lengths[:, 0].astype(np.int64)
-        tokens = prompt.copy() if self.shares_prompt else np.zeros_like(prompt)
-        for response in lengths.T[1:]:
-            tokens += np.maximum(response.astype(np.int64) - 1, 0)
-            if not self.shares_prompt:
-                tokens += prompt * (response > 0)
+        count, total, _ = _sums(lengths)
+        tokens: Indices = self._tokens(lengths[:, 0], count, total).astype(np.int64)
         return tokens
 
-    def costs(self, lengths: Lengths) -> npt.NDArray[np.float64]:
+    def costs(self, lengths: Lengths) -> Costs:
         """Return the cost of the linear layers plus causal attention, half a square per sequence."""
         prompt = lengths[:, 0].astype(np.float64)
-        of_prompt = np.square(prompt)
-        # with a shared prompt, an absent response adds what is subtracted for it
-        squares = -(lengths.shape[1] - 2) * of_prompt if self.shares_prompt else np.zeros_like(prompt)
-        for response in lengths.T[1:]:
-            squares += np.square(prompt + response)
-            if not self.shares_prompt:
-                squares -= of_prompt * (response == 0)
-        return self.attention_per_key / 2 * squares + self.tokens(lengths)
+        count, total, squares = _sums(lengths)
+        # the squares of prompt + response, of which a shared prompt's is computed once
+        squares += prompt * (2 * total + prompt * (1 if self.shares_prompt else count))
+        return self.attention_per_key / 2 * squares + self._tokens(prompt, count, total)
+
+    def _tokens(self, prompt: npt.NDArray[Any], count: Costs, total: Costs) -> Costs:
+        return prompt * (1 if self.shares_prompt else count) + total - count
+
+
+def _sums(lengths: Lengths) -> tuple[Costs, Costs, Costs]:
+    """Return each example's number of responses, and the sums of their lengths and of the squares, exact in fp64."""
+    # a row per side: numpy adds up long rows several times faster than short ones
+    responses = lengths.T[1:].astype(np.float64, order="C")
+    count = (responses != 0).sum(axis=0, dtype=np.int16)
+    return count.astype(np.float64), responses.sum(axis=0), np.einsum("ij,ij->j", responses, responses)
 
 
 def num_sequences(lengths: Lengths) -> Indices:
@@ -57,7 +62,7 @@ def num_sequences(lengths: Lengths) -> Indices:
     return counts
 
 
-def assign_ranks(costs: npt.NDArray[np.float64], num_ranks: int) -> npt.NDArray[np.int32]:
+def assign_ranks(costs: Costs, num_ranks: int) -> npt.NDArray[np.int32]:
     """Assign every pair to a rank: in rounds of one pair per rank, each round's costliest to the least loaded rank.
 
     Longest-processing-time scheduling with equal counts, vectorized per round. Loads are integers with the rank in the
@@ -145,7 +150,7 @@ class MicroBatching:
             return [pair_ids[i : i + self.max_pairs] for i in range(0, len(pair_ids), self.max_pairs)]
         return self._split_padded(pair_ids, self.max_pairs, self.max_tokens)
 
-    def _costs_of(self, pair_ids: PairIds) -> npt.NDArray[np.float64]:
+    def _costs_of(self, pair_ids: PairIds) -> Costs:
         blocks = (pair_ids[i : i + _PAIRS_PER_BLOCK] for i in range(0, len(pair_ids), _PAIRS_PER_BLOCK))
         # np.take is three times faster than indexing a memory map
         return np.concatenate([self.costs.costs(np.take(self.lengths, block, axis=0)) for block in blocks])
