@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_every_target_is_a_key_of_ours() -> None:
     known = {key for key, _ in known_keys(DPOConfig)} | axes
     targets = {target for dialect in DIALECTS for rule in dialect.table.values() for target in rule.targets}
     assert targets <= known
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_notes_name_keys_as_they_are_written_in_a_config(dialect: Dialect) -> None:
+    """A part of a key, such as data_args.template, would be rejected where the reader pastes it."""
+    part = re.compile(r"(?<![\w.])(data_args|model_args|training_args|strategy_args|strategy_config)\.")
+    keys = [key for key in dialect.table if not has_section_above(key, list(dialect.table))]
+    runs = [translate(dialect, nest(dict.fromkeys(keys, value))) for value in ("x", 2, True)]
+    notes = {note for run in runs for entry in run.entries for note in entry.notes}
+    assert {note for note in notes if part.search(note)} == set()
 
 
 # members of a family of neutral keys that are not neutral themselves: their own rules count

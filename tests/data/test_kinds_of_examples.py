@@ -64,6 +64,13 @@ def test_a_null_label_in_the_first_row_does_not_make_the_file_all_desirable() ->
             detect_format({"prompt": "Why?", "completion": "No.", name: None}, {}, "here")
 
 
+@pytest.mark.parametrize("name", ["label", "kto_tag"])
+def test_a_label_in_a_file_without_labels_is_not_ignored(name) -> None:
+    row_format = detect_format({"prompt": "Why?", "completion": "No."}, {}, "here")
+    with pytest.raises(BadRowError, match="the row has a `label`, and the first row of the file has none"):
+        to_preference_row({"prompt": "Why?", "completion": "Yes.", name: False}, row_format, {})
+
+
 def test_a_label_that_is_neither_true_nor_false_is_a_bad_row() -> None:
     with pytest.raises(BadRowError, match="`label` must be true or false, got 'good'"):
         read({"prompt": "Why?", "completion": "No.", "label": "good"}, "labels")

@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from tests.support.engines.config_runs import train_from_config
-from tests.support.engines.parity import NUM_STEPS, Case, Outcome, objective_of, train_parallel, train_single_process
+from tests.support.engines.parity import (
+    NUM_STEPS,
+    Case,
+    Outcome,
+    objective_of,
+    save_model,
+    train_parallel,
+    train_single_process,
+)
 from tests.support.engines.parity_cases import INTERLEAVED, PIPELINES, TWO_STAGES
 from tests.support.engines.pipeline_runs import check_logps, max_held_inputs, one_step
 from tests.support.tiny_models import tiny_model
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.parallelize import partition_layers
 from thresher.errors import UserError
+from thresher.models.loading.load import load_model
 from thresher.models.pipeline_chunk import check_accepts_hidden_states
 
 
@@ -144,6 +153,19 @@ def test_dropout_with_a_coupled_loss_is_rejected(two_ranks, model_dirs):
 )
 def test_the_start_up_check_accepts_valid_stages(two_ranks, model_dirs, case):
     assert two_ranks.run(check_logps, case, model_dirs(case.family, case.num_layers)[0], False) == [None, None]
+
+
+@pytest.mark.distributed
+def test_the_start_up_check_compares_the_rewards_of_stages(two_ranks, tmp_path):
+    path = save_model(tmp_path / "causal", "llama", seed=0)
+    rewards = load_model(str(path), is_reward_model=True)
+    torch.nn.init.normal_(rewards.score.weight)
+    rewards.config.pad_token_id = 3  # some responses end with it
+    rewards.save_pretrained(tmp_path / "rewards")
+    for layout, has_wrong_positions in (("shared", False), ("padded", False), ("shared", True)):
+        case = Case(TWO_STAGES, layout, loss="bradley_terry")
+        for found in two_ranks.run(check_logps, case, tmp_path / "rewards", has_wrong_positions):
+            assert (found is not None) == has_wrong_positions, found
 
 
 @pytest.mark.distributed

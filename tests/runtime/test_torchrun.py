@@ -82,6 +82,14 @@ def start_tasks(
     ]
 
 
+def start(launcher: str, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks that can be stopped: not from the fork server."""
+    if launcher == "srun":
+        return start_tasks(*arguments, program=[sys.executable])
+    command = [sys.executable, *TORCHRUN, "-m", *arguments]
+    return [subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)]
+
+
 def finish(tasks: Sequence[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
     """Return the exit codes and what the tasks wrote on stderr."""
     try:
@@ -189,10 +197,11 @@ def test_the_others_say_that_rank_0_was_killed_under_srun(config, tmp_path):
 
 
 @pytest.mark.hand  # CI has the missing heartbeats alone
-def test_the_others_notice_that_rank_0_is_stopped_in_a_save(config, tmp_path):
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_the_others_notice_that_rank_0_is_stopped_in_a_save(config, tmp_path, launcher):
     changes = {"actor_train": LAYOUTS["replicas"], "heartbeat_timeout": TIMEOUT, "runtime": "torchrun"}
     path = write(config, tmp_path / "out", changes)
-    tasks = start_tasks("tests.support.launched", "0:stop-in-save:2", "train", path, program=[sys.executable])
+    tasks = start(launcher, "tests.support.launched", "0:stop-in-save:2", "train", path)
     seconds = seconds_until_the_other_ends(tasks, stopped=0)
     _, shown = finish(tasks)
     print(f"found after {seconds:.1f} s")
@@ -235,11 +244,7 @@ def check_that_a_stopped_rank_is_found(config, tmp_path: Path, launcher: str, me
     changes = {**endless, "heartbeat_timeout": TIMEOUT, "runtime": "torchrun"}
     layout = {"strategy_args": {"strategy_config": MESHES[mesh]}}
     path = write(config, tmp_path / "out", merge(changes, {"actor_train": layout}))
-    if launcher == "srun":
-        tasks = start_tasks("thresher", "train", path, program=[sys.executable])
-    else:
-        command = [sys.executable, *TORCHRUN, "-m", "thresher", "train", path]
-        tasks = [subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)]
+    tasks = start(launcher, "thresher", "train", path)
     wait_for_steps(tmp_path / "out", 6, tasks)
     os.kill(pids_by_rank(tasks)[stopped], signal.SIGSTOP)
     seconds = seconds_until_the_other_ends(tasks, stopped)
@@ -252,9 +257,10 @@ def check_that_a_stopped_rank_is_found(config, tmp_path: Path, launcher: str, me
 
 def seconds_until_the_other_ends(tasks: list[subprocess.Popen[str]], stopped: int) -> float:
     """Wait until a rank is stopped, and then until the other one has ended, 60 s at most; kill both."""
-    ranks = pids_by_rank(tasks)
+    deadline = time.monotonic() + SECONDS
+    while len(ranks := pids_by_rank(tasks)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)  # torchrun starts them later
     try:
-        deadline = time.monotonic() + 120
         while state_of(ranks[stopped]) != "T" and time.monotonic() < deadline:
             time.sleep(0.1)
         assert state_of(ranks[stopped]) == "T"

@@ -132,6 +132,19 @@ def test_a_step_of_kto_is_the_formula_for_every_micro_batching(layout, split):
     assert metrics["loss"] == pytest.approx(value, abs=TOLERANCES[layout])
 
 
+def test_a_mismatched_answer_without_scored_tokens_does_not_count():
+    """It may be cut before its first scored token, since a mask leaves turns out."""
+    examples = with_mismatched_answers()
+    own, other = examples[2].responses
+    unscored = replace(examples[2], responses=(own, other._replace(mask=np.zeros(len(other.ids), dtype=bool))))
+    alone = replace(examples[2], responses=(own,))
+    for split in ((6,), (1,) * 6):
+        expected, without = gradients([*examples[:2], alone, *examples[3:]], KTO, LAYOUTS["shared"], split)
+        found, metrics = gradients([*examples[:2], unscored, *examples[3:]], KTO, LAYOUTS["shared"], split)
+        assert metrics["kto/z0"] == pytest.approx(without["kto/z0"], abs=1e-12) != 0.0
+        assert_equal(found, expected)
+
+
 def plackett_luce(log_ratio: Callable[..., Tensor]) -> Tensor:
     losses = []
     for each in ranked():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaForSequenceClassification,
@@ -34,9 +35,11 @@ from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import infer_engine, train_engine
 from thresher.errors import UserError
 from thresher.losses import Objective, make_loss
-from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.models.forward_check import LayoutError, check_logps
+from thresher.models.layouts import Layout, ModelInputs, PackedLayout, PaddedLayout
 from thresher.models.loading.load import load_model
-from thresher.models.loading.load_sharded import build_on_meta, load_local_shards
+from thresher.models.loading.load_sharded import build_on_meta, build_without_weights, load_local_shards
+from thresher.models.logps import PairModel
 from thresher.pipeline import DPOPipeline
 from thresher.sampling.answers import Answer, SampledPrompt
 
@@ -64,6 +67,10 @@ def pairs() -> list[Example]:
         return draw.integers(3, VOCAB, draw.integers(1, most + 1)).astype(np.int32)
 
     return [Example.pair(ids(6), ids(9), ids(9), margin=margin) for margin in MARGINS]
+
+
+def some_pairs() -> ExampleBatch:
+    return ExampleBatch(np.arange(len(MARGINS)), tuple(pairs()))
 
 
 def sequences() -> list[list[int]]:
@@ -176,6 +183,31 @@ def test_a_new_head_starts_with_zeros_and_an_old_one_is_kept_however_it_is_loade
     assert all(torch.equal(weight, model.score.weight) for weight in head_of(tmp_path / "rewards"))
 
 
+def test_the_start_up_check_takes_the_last_token_even_if_it_is_the_pad_token():
+    model = reward_model()
+    model.config.pad_token_id = int(pairs()[0].chosen.ids[-1])
+    check_logps(PairModel.for_layout(model, torch.float32, LAYOUTS["shared"]), LAYOUTS["shared"], some_pairs())
+    assert model.config.pad_token_id == pairs()[0].chosen.ids[-1]
+
+
+class _Stretched(PackedLayout):
+    """Doubles every position."""
+
+    def collate(self, batch: ExampleBatch) -> ModelInputs:
+        inputs = super().collate(batch)
+        inputs.model_inputs["position_ids"] *= 2
+        return inputs
+
+
+def test_the_start_up_check_rejects_wrong_positions_under_a_head_of_zeros():
+    model = reward_model()
+    torch.nn.init.zeros_(model.score.weight)
+    check_logps(PairModel.for_layout(model, torch.float32, LAYOUTS["shared"]), LAYOUTS["shared"], some_pairs())
+    wrong = _Stretched(True, scored="end")
+    with pytest.raises(LayoutError, match="rewards of layout `shared` differ from the model's original forward"):
+        check_logps(PairModel.for_layout(model, torch.float32, wrong), wrong, some_pairs())
+
+
 def polite(directory: Path, **changes: Any) -> dict[str, Any]:
     """A run on the quickstart's pairs."""
     quickstart = ROOT / "examples" / "quickstart"
@@ -226,6 +258,24 @@ def test_an_export_has_the_same_scores_in_plain_transformers(trained, tmp_path):
     assert metrics["eval/rewards/chosen"] == pytest.approx(chosen.mean().item(), abs=1e-4)
     assert metrics["eval/rewards/rejected"] == pytest.approx(rejected.mean().item(), abs=1e-4)
     assert metrics["eval/rewards/accuracies"] == pytest.approx((chosen > rejected).float().mean().item())
+
+
+@pytest.mark.slow
+def test_an_export_has_no_pad_token_where_eos_is_the_only_special_token(tmp_path):
+    """transformers takes the reward at the last token that is no padding."""
+    values = polite(tmp_path) | {"max_steps": 1, "save_steps": 1}
+    tokenizer = AutoTokenizer.from_pretrained(values["pretrain"], bos_token=None, pad_token="<|im_end|>")
+    tokenizer.save_pretrained(values["pretrain"])
+    config = AutoConfig.from_pretrained(values["pretrain"], pad_token_id=tokenizer.eos_token_id)
+    config.save_pretrained(values["pretrain"])
+    DPOPipeline(parse_config(values)).run()
+    export_checkpoint(latest(Path(values["output_dir"]) / "checkpoints"), tmp_path / "rewards")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rewards", dtype=torch.float32).eval()
+    ids = [7, 8, 9, tokenizer.eos_token_id]
+    torch.nn.init.normal_(model.score.weight)
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+        assert model(torch.tensor([ids])).logits.item() == pytest.approx(model.score(hidden).item(), abs=1e-6)
 
 
 @pytest.mark.slow
@@ -290,6 +340,12 @@ def test_adapters_are_trained_with_the_head_and_merged_for_export(tmp_path):
 def test_settings_without_effect_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         build_objective(parse_config({"pretrain": "model", "output_dir": "out", **changes}))
+
+
+def test_a_family_without_sequence_classification_is_named_as_such(tmp_path):
+    FAMILIES["granite"].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="transformers has no sequence-classification model of its type"):
+        build_without_weights(str(tmp_path), dtype=torch.float32, is_reward_model=True)
 
 
 def test_the_head_cannot_be_frozen(tmp_path):

@@ -71,9 +71,10 @@ def load_checkpoint(
     tokenizer_path = args.tokenizer_name_or_path or path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
-    if hasattr(plain, "score"):
+    is_reward_model = hasattr(plain, "score")
+    if is_reward_model:
         pad_apart_from_eos(tokenizer)
-    if tokenizer.pad_token_id is not None:
+    if is_reward_model or tokenizer.pad_token_id is not None:
         plain.config.pad_token_id = tokenizer.pad_token_id
     return plain, tokenizer, path
 

@@ -14,12 +14,14 @@ from thresher.builders.engines import trained_parts
 from thresher.builders.objective import build_objective, for_data, trains_rewards
 from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
+from thresher.config.dpo import EVAL_METRICS
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.mismatched import Examples, MismatchedAnswers, VisitPlan
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.example import Scored
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import ExampleStore
+from thresher.engines.accumulate import empty_metrics
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention
@@ -118,7 +120,16 @@ class RunInputs:
     @cached_property
     def _stores(self) -> tuple[ExampleStore, ExampleStore | None]:
         stores = open_stores(self.config, self.tokenizer, self._build_store)
-        self.objective = for_data(self.objective, stores[0])
+        self.objective = for_data(self.objective, *stores)
+        if stores[1] is not None:
+            # of labelled responses, the margin is the difference of two means
+            measured = {f"eval/{name}" for name in (*empty_metrics(self.objective), "rewards/margins")}
+            if (metric := self.config.metric_for_best_model) not in measured:
+                names = " + ".join(loss.name for loss, _ in self.objective.terms)
+                raise UserError(
+                    f"metric_for_best_model is {metric}, which is not measured with {names}; use "
+                    f"{', '.join(each for each in EVAL_METRICS if each in measured)}"
+                )
         return stores
 
     @cached_property

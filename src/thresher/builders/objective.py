@@ -59,8 +59,25 @@ def trains_rewards(config: DPOConfig) -> bool:
     return False
 
 
-def for_data(objective: Objective, store: ExampleStore) -> Objective:
+def for_data(objective: Objective, train: ExampleStore, validation: ExampleStore | None = None) -> Objective:
     """Return the objective as it reads this data; UserError if it cannot."""
+    if validation is not None and (train.kind == "labels") != (validation.kind == "labels"):
+        raise UserError(
+            f"{train.path} has {train.unit}, but the validation data in {validation.path} has {validation.unit}; one "
+            "loss cannot read both"
+        )
+    names = " + ".join(loss.name for loss, _ in objective.terms)
+    reads_comparisons = train.kind == "lists" and any(loss.reads == "pairs" for loss, _ in objective.terms)
+    if objective.comparisons != "all" and not reads_comparisons:
+        what = "pairs" if train.kind == "pairs" else names
+        raise UserError(f"comparisons={objective.comparisons} has no effect on {what}; remove it")
+    found = _as_read(objective, train)
+    if validation is not None:
+        _as_read(objective, validation)
+    return found
+
+
+def _as_read(objective: Objective, store: ExampleStore) -> Objective:
     names = " + ".join(loss.name for loss, _ in objective.terms)
     if store.kind == "labels":
         return replace(objective, reads_labels=True)
@@ -80,8 +97,6 @@ def for_data(objective: Objective, store: ExampleStore) -> Objective:
             "set actor_train.data_args.margin_from_scores=true for rows with score_chosen and score_rejected, or use "
             "scored lists"
         )
-    if store.kind == "pairs" and objective.comparisons != "all":
-        raise UserError(f"comparisons={objective.comparisons} has no effect on pairs; remove it")
     return objective
 
 

@@ -26,7 +26,7 @@ def plan(
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Number of nodes.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Also run the code of a step on fake tensors, and count exactly.")
+        bool, typer.Option("--simulate", help="Also run a short step on fake tensors, and count.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
-from thresher.distributed.tensors import copy_to_device
+from thresher.distributed.tensors import copy_to_device, read_numbers
 from thresher.engines.nonfinite import ScoredPairs
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
@@ -162,17 +162,20 @@ def _reference_point(
     """KTO's z0: the mean log ratio of the step's mismatched answers over all ranks, at least 0."""
     finished = _MicroBatchClock(dp_group, stop_requested)
     log_ratios: list[Tensor] = []
-    count = 0
+    counts: list[Tensor] = []
     # forked: the backward draws the same dropout masks as without this forward
     with torch.no_grad(), torch.random.fork_rng():
         for micro in micro_batches:
-            policy = executor.score(micro.mismatched).chosen.sums()
+            policy = executor.score(micro.mismatched).chosen
             assert micro.reference is not None  # noqa: S101  # the loss has one
-            reference = micro.reference.side(1)
-            log_ratios.append((policy - reference.sums()[reference.lengths > 0]).sum())
-            count += len(policy)
+            # indices from the host: a mask on the device would make the host wait for it
+            index = torch.tensor([at for at, each in enumerate(micro.pairs.pairs) if len(each.responses) > 1])
+            index = copy_to_device(index.long(), policy.values.device)
+            log_ratios.append((policy.sums() - micro.reference.side(1).sums().index_select(0, index)).sum())
+            # an answer that was cut before its first scored token does not count
+            counts.append((policy.lengths > 0).sum())
             finished.scored()
-    (total,), (count,) = dp_group.all_reduce([float(sum(log_ratios))], [count])
+    (total, count), _ = dp_group.all_reduce(read_numbers([sum(log_ratios), sum(counts)]))
     point = total / count if count else 0.0
     return 0.0 if point < 0.0 else point  # a NaN stays one
 

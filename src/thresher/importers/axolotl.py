@@ -172,7 +172,7 @@ _OWN: r.Table = {
     "test_datasets": r.by(_set_datasets(EVAL_FILES), EVAL_FILES),
     "val_set_size": r.by(r.set_split, EVAL_SPLIT),
     "chat_template": r.template("tokenizer_default"),
-    "chat_template_jinja": r.lacks("write the template to a file and set data_args.template to its path"),
+    "chat_template_jinja": r.lacks(r.WRITE_TEMPLATE),
     "chat_template_kwargs": r.template_argument(),
     "default_system_message": r.to(f"{DATA}system_prompt"),
     "sequence_len": r.by(_set_length, "sequence_length"),

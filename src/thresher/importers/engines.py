@@ -43,7 +43,7 @@ def megatron(name: str, *neutral: Any) -> Rule:
         if any(value is each or value == each for each in (None, *neutral)):
             run.ignore("the default")
         elif name in MEGATRON_SIZES and not run.has_several_devices:
-            run.drop(f"does not change the numbers; set strategy_config.{name} together with device_mapping")
+            run.drop(f"does not change the numbers; set {ENGINE}{name} together with device_mapping")
         else:
             set_megatron(run, {name: value})
 

@@ -75,7 +75,7 @@ def _file(name: str, directory: str, info: Mapping[str, Any] | None) -> str:
 def _set_cutoff(value: Any, run: Translation) -> None:
     run.set("sequence_length", value)
     run.set(f"{DATA}truncation", "response_end")
-    run.differs("LLaMA-Factory cuts prompt and response in proportion; here the end of the responses is cut")
+    run.differs("LLaMA-Factory shortens the prompt, the responses or both; here the end of the responses is cut")
 
 
 def _set_pure_bf16(_: Any, run: Translation) -> None:

@@ -96,7 +96,7 @@ TABLE: r.Table = {
     **dict.fromkeys(("dataset_mixer", "dataset_mixer_list", "mixer_list"), r.by(_set_mixer, FILES)),
     "dataset_name": r.by(_set_dataset, FILES),
     "dataset_config_name": r.part_of("dataset_name", FILES),
-    "dataset_mix_dir": r.lacks("name the files in data_args.file_name"),
+    "dataset_mix_dir": r.lacks(f"name the files in {FILES}"),
     "train_file": r.to(FILES),
     "max_train_samples": r.to(f"{DATA}max_samples"),
     "max_seq_length": r.by(_set_length, "sequence_length", f"{DATA}truncation"),

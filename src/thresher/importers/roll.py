@@ -78,7 +78,7 @@ def _schedule(value: Any, run: Translation) -> Any:
     return "constant_with_warmup" if value == "constant" and warms_up else value
 
 
-_OFFLOAD = "use strategy_config.cpu_offload to keep optimizer states on the host"
+_OFFLOAD = f"use {ENGINE}cpu_offload to keep optimizer states on the host"
 READ: r.Table = {
     f"{MODEL}disable_gradient_checkpointing": _moved(f"{TRAINING}gradient_checkpointing", lambda value: not value),
     f"{MODEL}ulysses_size": _moved(f"{ENGINE}cp_size"),
@@ -111,7 +111,7 @@ READ: r.Table = {
     **r.drop("heartbeat_timeout detects workers that hang", "rpc_timeout"),
     **r.drop(_OFFLOAD, "is_offload_states is_offload_optimizer_states_in_train_step"),
     **r.drop("per_device_eval_batch_size sets the evaluation batch", "val_batch_size"),
-    **r.drop("model_args.dtype sets the precision", f"{TRAINING}bf16 {TRAINING}fp16"),
+    **r.drop(f"{MODEL}dtype sets the precision", f"{TRAINING}bf16 {TRAINING}fp16"),
     **r.drop("the mean over all pairs of a step is exact for every layout", "actor_train.apply_loss_scale"),
     **r.drop("a worker has one device", "actor_train.num_gpus_per_worker reference.num_gpus_per_worker"),
 }

@@ -23,6 +23,7 @@ TEMPLATES = {
 # reasons why a setting of several trainers has no equivalent
 QUANTIZED = "quantized base weights (QLoRA) are not supported; full-precision weights are used"
 NAMED_TEMPLATE = "there is no template of this name here; the tokenizer's own template is used"
+WRITE_TEMPLATE = f"write the template to a file and set {DATA}template to its path"
 MIXED = "datasets cannot be weighted or sampled; every row is used once per epoch"
 REFERENCE_ADAPTER = "the reference cannot have its own adapter; merge it into the model first"
 DORA = "DoRA is not supported; plain LoRA is used"
@@ -415,4 +416,4 @@ def set_size(value: Any, run: Translation, name: str) -> None:
     elif run.has_several_devices:
         run.set(f"{ENGINE}{name}", int(value))
     else:
-        run.drop(f"does not change the numbers; set strategy_config.{name} together with device_mapping")
+        run.drop(f"does not change the numbers; set {ENGINE}{name} together with device_mapping")

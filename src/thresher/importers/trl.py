@@ -87,7 +87,7 @@ def _set_template(value: Any, run: Translation) -> None:
     if str(value).endswith((".jinja", ".j2")):
         run.set(f"{DATA}template", value)
     else:
-        run.lacks("write the template to a file and set data_args.template to its path")
+        run.lacks(r.WRITE_TEMPLATE)
 
 
 def _set_alpha(value: Any, run: Translation) -> None:

@@ -50,7 +50,7 @@ class ResponseScores:
     def reference_point(self) -> Tensor:
         """KTO's z0, a scalar without gradient: the mean over the mismatched responses, the second ones, at least 0."""
         if self.point_of_step is not None or self.logps.shape[1] == 1:  # in a step of equal prompts there are none
-            return self.logps.new_tensor(self.point_of_step or 0.0)
+            return self.logps.new_full((), self.point_of_step or 0.0)
         is_present = self.is_present[:, 1]
         mismatched = torch.where(is_present, self.log_ratios[:, 1].detach(), 0.0)
         return (mismatched.sum() / is_present.sum().clamp(min=1)).clamp(min=0.0)

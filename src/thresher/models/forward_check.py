@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig
 
 from thresher.data.example import ExampleBatch, Scored, scored_positions
 from thresher.errors import UserError
@@ -43,6 +44,9 @@ def check_logps(model: PairModel, layout: Layout, batch: ExampleBatch) -> None:
         logps, layers = _pair_forward(exact, layout, inputs)
         expected, expected_layers = _original_forward(exact, batch, layout.scored)
     distance = (logps - expected).abs().mean().item() if len(expected) else 0.0
+    if model.is_reward_model and layers:  # a new head is zero, and so is its reward of any hidden state
+        states, expected_states = layers[-1], expected_layers[-1]
+        distance = max(distance, ((states - expected_states).norm() / expected_states.norm()).item())
     if not distance <= TOLERANCES[exact.compute_dtype]:
         error = LayoutError if layout.needs_pair_attention else UserError
         what, unit = ("rewards", "on average") if model.is_reward_model else ("log-probabilities", "nats per token")
@@ -86,6 +90,7 @@ def _original_forward(model: PairModel, batch: ExampleBatch, what: Scored) -> tu
         with (
             original_forward(model.causal_lm),
             model.precision(model.device),
+            without_pad_token(model.base_model.config),
             _layer_outputs(model.backbone) as outputs,
         ):
             logits = model.causal_lm(input_ids=ids[None], use_cache=False, **keeps).logits[0]
@@ -109,6 +114,17 @@ def computing_in_storage_precision(model: PairModel) -> AbstractContextManager[N
     if model.compute_dtype != model.stored_dtype:
         return nullcontext()
     return widened_matrices(model.backbone, model.stored_dtype)
+
+
+@contextmanager
+def without_pad_token(config: PreTrainedConfig) -> Iterator[None]:
+    """Let a reward model take the reward at the end of its only sequence, even if that is the pad token."""
+    text = config.get_text_config()
+    before, text.pad_token_id = text.pad_token_id, None
+    try:
+        yield
+    finally:
+        text.pad_token_id = before
 
 
 @contextmanager

@@ -103,9 +103,9 @@ def score(case: Case, path: Path, batches: Sequence[Sequence[int]]) -> list[Exam
 def check_logps(case: Case, path: Path, has_wrong_positions: bool) -> str | None:
     """The error of the start-up check, for a correct layout or one with wrong positions."""
     mesh = Mesh.create(case.sizes, CPU)
-    model = build_on_meta(str(path), dtype=torch.float32)
+    model = build_on_meta(str(path), dtype=torch.float32, is_reward_model=case.is_reward_model)
     parallel = parallelize(model, str(path), mesh, case.settings, case.dtype, CPU)
-    layout = _Stretched(shares_prompt=True) if has_wrong_positions else LAYOUTS[case.layout]
+    layout = _Stretched(shares_prompt=True, scored=case.rows.scored) if has_wrong_positions else case.rows
     try:
         infer_engine(model, layout, case.dtype, parallel).check_logps(batch_of([0, 1, 2]))
     except UserError as error:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from thresher.builders.data import check_pairs, data_settings, open_given_store
 from thresher.builders.engines import check_engine, check_model, check_strategy
 from thresher.builders.inputs import RunInputs
-from thresher.builders.objective import build_objective
+from thresher.builders.objective import build_objective, for_data
 from thresher.builders.preflight.files import Messages, data_sections, existing_parent, problems_of
 from thresher.builders.reference_mode import (
     reference_has_workers,
@@ -148,6 +148,7 @@ def check_stores(inputs: RunInputs) -> Messages:
     for args in data_sections(inputs.config).values():
         if args.store:
             store = open_given_store(inputs.config, args.store, inputs.tokenizer)
+            yield from problems_of(for_data, inputs.objective, store)
             for model_config in inputs.model_configs.values():
                 yield from problems_of(check_pairs, inputs.config, inputs.objective, model_config, [store])
 

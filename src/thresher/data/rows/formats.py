@@ -237,6 +237,8 @@ def _response(item: Any, column: str) -> Any:
 
 def _read_answer(column: str, *, labelled: bool) -> Callable[[Row], PreferenceRow]:
     def read(row: Row) -> PreferenceRow:
+        if not labelled and row.get("label") is not None:
+            raise BadRowError("the row has a `label`, and the first row of the file has none; give each row one")
         prompt, answer = split_answer(row, column)
         return _read_responses(row, prompt, [answer], (float(not labelled or read_label(row["label"])),), column)
 

@@ -1,4 +1,4 @@
-"""Tokenize rendered rows: at most one BOS, one scored EOS at the end, and a prompt that is a prefix of all responses.
+"""Tokenize rendered rows: no repeated BOS, one scored EOS at the end, and a prompt that is a prefix of all responses.
 
 Prompt and response are tokenized as one text, as a model reads them. Where the tokenizer merges across the end of the
 prompt, the split moves back to the longest common prefix of the prompt and all responses. Examples longer than

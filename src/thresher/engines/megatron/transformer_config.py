@@ -38,10 +38,11 @@ def check(spec: ModelSpec[MegatronSettings]) -> None:
         )
     if spec.training.activation_offload:
         raise UserError(
-            "training_args.activation_offload is not supported by Megatron-Core; remove it or use fsdp2_train"
+            "actor_train.training_args.activation_offload is not supported by Megatron-Core; remove it, or use "
+            "fsdp2_train"
         )
     if spec.compiles:
-        raise UserError("training_args.torch_compile is not supported by Megatron-Core; remove it")
+        raise UserError("actor_train.training_args.torch_compile is not supported by Megatron-Core; remove it")
     if spec.is_synced:
         raise UserError(
             "reference.sync_steps lets the reference follow the policy, which Megatron-Core does not support; "

@@ -34,7 +34,7 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
     if lora is not None and lora.starts_from_weights and not is_replicated:
         raise UserError(
             f"actor_train.model_args.lora_init {lora.init} decomposes whole weight matrices, which cannot be sharded; "
-            "set strategy_args.strategy_config.dp_replicate to the number of workers, or use lora_init=default"
+            "set actor_train.strategy_args.strategy_config.dp_replicate to the number of workers, or use the default"
         )
     if is_replicated:
         return

@@ -46,6 +46,7 @@ from thresher.models.forward_check import (
     eval_mode,
     family_of,
     in_storage_precision,
+    without_pad_token,
 )
 from thresher.models.layouts import Layout, ModelInputs, PaddedLayout
 from thresher.models.lm_head import ScoredTokens
@@ -165,6 +166,15 @@ class _OriginalForwardModel(PairModel):
         inputs = {name: tensor.to(self.device) for name, tensor in batch.model_inputs.items() if name != "input_ids"}
         model: Any = self.base_model
         width = batch.model_inputs["input_ids"].shape[1]
+        if self.is_reward_model:
+            rewards = []
+            with chunk.activate(self.backbone), self.precision(self.device), without_pad_token(model.config):
+                for row, last in (divmod(each, width) for each in batch.scored_rows.tolist()):
+                    # alone and without padding, which the model would look for in the tokens
+                    alone = {name: each[row : row + 1, : last + 1] for name, each in inputs.items()}
+                    embeds = None if entering is None else entering[row : row + 1, : last + 1]
+                    rewards.append(model.original_forward(inputs_embeds=embeds, **alone, use_cache=False).logits[0])
+            return ScoredTokens(torch.cat(rewards).float())
         columns, column_index = (batch.scored_rows % width).unique(return_inverse=True)
         with chunk.activate(self.backbone), self.precision(self.device):
             logits: Tensor = model.original_forward(

@@ -299,6 +299,8 @@ def _reason(error: Exception) -> str:
             "actor_train.model_args.trust_remote_code=true (under reference, for a separate reference model)"
         )
     if "Unrecognized configuration class" in str(error):
+        if AutoModelForSequenceClassification.__name__ in str(error):
+            return "transformers has no sequence-classification model of its type, which a reward model needs"
         return "transformers has no causal language model of its type; use a decoder, such as a Llama or Qwen model"
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

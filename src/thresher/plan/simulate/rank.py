@@ -101,10 +101,11 @@ class _Step:
             self._score = self._policy.score_base
         elif request.reference == "copy":
             self._score = build_infer(spec_of("reference")).score
-        self._objective = build_objective(config)
         self.settings: FSDP2Settings = config.actor_train.strategy_args.settings
         self._request, self._device = request, device
         self._batches = [_batch(lengths) for lengths in request.micro_batches]
+        has_one_response = all(batch.num_sides == 1 for batch in self._batches)
+        self._objective = replace(build_objective(config), reads_labels=has_one_response)
         # as the check of the logps at the start of a run: FSDP2 prepares itself in the first forward, which must find
         # the adapters on
         self._policy.score(self._batches[0])

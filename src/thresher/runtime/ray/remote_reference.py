@@ -87,7 +87,8 @@ class PrefetchingReference:
         key = batch.pair_ids.tobytes()
         for _ in range(len(self.work_items) + 1):
             if key in self._current:
-                return self._current[key]
+                # those of all batches of the item have as many sides as the widest
+                return ExampleLogps(self._current[key].sides[: batch.num_sides])
             self._advance()
         raise KeyError(f"no step of the plan has a batch of the pairs {batch.pair_ids.tolist()} for this rank")
 

@@ -1,0 +1,106 @@
+"""What a loss reads of the data, and data that it cannot read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_chat_model import quickstart_rows, save_tiny_chat_model
+from thresher.builders.inputs import RunInputs
+from thresher.builders.preflight.checks import check_stores
+from thresher.config import parse_config
+from thresher.errors import UserError
+
+ROWS = quickstart_rows(12)
+DATA: dict[str, list[dict[str, Any]]] = {
+    "pairs": ROWS,
+    "margins": [{**row, "margin": 1.5} for row in ROWS],
+    "labels": [{"prompt": row["prompt"], "completion": row["chosen"], "label": at % 2} for at, row in enumerate(ROWS)],
+    "lists": [
+        {"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "scores": [2.0, 1.0]} for row in ROWS
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data")
+    save_tiny_chat_model(path / "model")
+    for name, rows in DATA.items():
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def inputs_of(directory: Path, train: str, validation: str | None = None, **changes: Any) -> RunInputs:
+    def data(name: str) -> dict[str, Any]:
+        return {"data_args": {"file_name": str(directory / f"{name}.jsonl"), "template": "raw"}}
+
+    values = {
+        "output_dir": str(directory / "out"),
+        "cache_dir": str(directory / "cache"),
+        "pretrain": str(directory / "model"),
+        "sequence_length": 512,
+        "max_steps": 1,
+        "actor_train": {**data(train), "training_args": {"global_batch_size": 4}},
+        **({} if validation is None else {"validation": data(validation)}),
+    }
+    return RunInputs(parse_config(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "changes", "message"),
+    [
+        ("labels", "pairs", {"pref_loss": "kto"}, "has labelled responses, but the validation data in .* has pairs"),
+        ("labels", "lists", {"pref_loss": "kto"}, "has labelled responses, but the validation data in .* has lists"),
+        ("pairs", "labels", {"pref_loss": "sft"}, "has pairs, but the validation data in .* has labelled responses"),
+        ("pairs", "lists", {"pref_loss": "aot"}, "aot compares all pairs of a step, which lists do not have"),
+        ("margins", "pairs", {"pref_loss": "rpo_sq"}, "rpo_sq fits the differences of scores, and .* has none"),
+        ("pairs", None, {"comparisons": "adjacent"}, "comparisons=adjacent has no effect on pairs"),
+        ("labels", None, {"pref_loss": "kto", "comparisons": "adjacent"}, "comparisons=adjacent has no effect on kto"),
+        (
+            "lists",
+            None,
+            {"pref_loss": "plackett_luce", "comparisons": "adjacent"},
+            "comparisons=adjacent has no effect on plackett_luce",
+        ),
+        (
+            "labels",
+            "labels",
+            {"pref_loss": "kto", "metric_for_best_model": "eval/rewards/accuracies"},
+            "is eval/rewards/accuracies, which is not measured with kto; use eval/loss, eval/rewards/margins",
+        ),
+        (
+            "pairs",
+            "pairs",
+            {"pref_loss": "bradley_terry", "metric_for_best_model": "eval/sft_loss"},
+            "is eval/sft_loss, which is not measured with bradley_terry; use eval/loss, eval/rewards/accuracies",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_read_the_data_is_refused(directory, train, validation, changes, message):
+    with pytest.raises(UserError, match=message):
+        inputs_of(directory, train, validation, **changes).open()
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "changes"),
+    [
+        ("pairs", "lists", {}),
+        ("lists", "pairs", {"comparisons": "adjacent"}),
+        ("lists", "lists", {"pref_loss": {"plackett_luce": 1.0, "sft": 0.1}, "comparisons": "best_worst"}),
+        ("labels", "labels", {"pref_loss": "kto", "metric_for_best_model": "eval/rewards/margins"}),
+    ],
+)
+def test_a_loss_on_pairs_reads_lists_too(directory, train, validation, changes):
+    inputs_of(directory, train, validation, **changes).open()
+
+
+def test_the_check_before_a_run_finds_a_store_that_the_loss_cannot_read(directory):
+    prepared = inputs_of(directory, "pairs")
+    prepared.open()
+    role = {"data_args": {"store": str(prepared.train.path)}, "training_args": {"global_batch_size": 4}}
+    inputs = inputs_of(directory, "pairs", pref_loss="kto", actor_train=role)
+    assert ["kto reads single responses with a label" in str(each) for each in check_stores(inputs)] == [True]
