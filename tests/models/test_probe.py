@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -26,6 +27,12 @@ def test_a_family_at_its_published_size_passes(family):
     layout, note = choose_layout("auto", [default_config(family)], None, 0, probe=what_packed_rows_lack)
     assert (layout.name, note) == ("shared", None)
     assert probe._found  # not only checked on pairs
+
+
+def test_a_family_passes_with_any_vocabulary():
+    config = copy.deepcopy(FAMILIES["llama"])
+    config.vocab_size = 20
+    assert choose_layout("auto", [config], None, 0, probe=what_packed_rows_lack)[0].name == "shared"
 
 
 @pytest.mark.parametrize("family", PADDED)

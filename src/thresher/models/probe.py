@@ -140,7 +140,8 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         if value and name in probed:
             setattr(text, name, probed[name])
         elif largest is not None and isinstance(value, int) and not isinstance(value, bool):
-            setattr(text, name, min(value, largest))
+            # the probe's tokens exist in a smaller vocabulary too
+            setattr(text, name, largest if "vocab_size" in name else min(value, largest))
         elif largest is not None and isinstance(value, list):
             setattr(text, name, [min(each, largest) for each in value])
     return small
