@@ -90,7 +90,7 @@ def _original_forward(model: PairModel, batch: ExampleBatch, what: Scored) -> tu
         with (
             original_forward(model.causal_lm),
             model.precision(model.device),
-            without_pad_token(model.base_model.config),
+            without_pad_token(model.base_model.config) if model.is_reward_model else nullcontext(),
             _layer_outputs(model.backbone) as outputs,
         ):
             logits = model.causal_lm(input_ids=ids[None], use_cache=False, **keeps).logits[0]
