@@ -74,6 +74,25 @@ def test_relative_paths_of_a_job_become_absolute(tmp_path, monkeypatch):
     assert parse_config(values).output_dir == values["output_dir"]
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("margin.py:loss", "{here}/margin.py:loss"),
+        ({"sigmoid": 1.0, "margin.py:loss": 0.5}, {"sigmoid": 1.0, "{here}/margin.py:loss": 0.5}),
+        ("sigmoid", "sigmoid"),
+        ("absent.py:loss", "absent.py:loss"),
+    ],
+)
+def test_files_of_functions_and_prompts_become_absolute(tmp_path, monkeypatch, given, sent):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "margin.py").write_text("def loss(logps): ...\ndef score(prompt, answer): ...\n")
+    samples = {"prompts_file": "prompts.txt", "judge": "margin.py:score"}
+    values, _ = resolve_paths(parse_config({"pref_loss": given, "samples": samples}), has_uploads=False)
+    assert values["samples"] == {"prompts_file": f"{tmp_path}/prompts.txt", "judge": f"{tmp_path}/margin.py:score"}
+    expected = {name.format(here=tmp_path): weight for name, weight in sent.items()} if isinstance(sent, dict) else sent
+    assert values["pref_loss"] == (expected.format(here=tmp_path) if isinstance(expected, str) else expected)
+
+
 def test_inputs_stay_relative_to_an_uploaded_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = parse_config(CONFIG_OF_QUICKSTART | {"logging_dir": "logs"})

@@ -22,17 +22,20 @@ logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
-# config keys of paths: written by the job, of models, and of other inputs
+# config keys of paths: written by the job, inputs that may be names instead, and other inputs
 _WRITTEN = ("output_dir", "logging_dir", "cache_dir", "reference.cache_dir")
-_MODELS = (
+_NAMES_OR_PATHS = (
     "pretrain",
     "actor_train.model_args.model_name_or_path",
     "actor_train.model_args.tokenizer_name_or_path",
     "actor_train.model_args.adapter_name_or_path",
     "reference.model_args.model_name_or_path",
+    "pref_loss",
+    "samples.judge",
 )
 _INPUTS = (
     "resume_from_checkpoint",
+    "samples.prompts_file",
     *(
         f"{role}.data_args.{name}"
         for role in ("actor_train", "validation")
@@ -147,7 +150,7 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
     values = config.model_dump(mode="json", exclude_unset=True)
     values["output_dir"] = config.output_dir  # the default is relative too
     resolved: list[str] = []
-    for key in _WRITTEN if has_uploads else (*_WRITTEN, *_MODELS, *_INPUTS):
+    for key in _WRITTEN if has_uploads else (*_WRITTEN, *_NAMES_OR_PATHS, *_INPUTS):
         *sections, name = key.split(".")
         section: Any = values
         for each in sections:
@@ -156,8 +159,10 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
         given = [old] if isinstance(old, str) else old or []
         if name == "file_name":
             given = [find_in_directory(path, section.get("dataset_dir")) for path in given]
-        paths = [path if path in names else _absolute(path, must_exist=key in _MODELS) for path in given]
-        new = paths[0] if isinstance(old, str) else paths
+        paths = [path if path in names else _absolute(path, must_exist=key in _NAMES_OR_PATHS) for path in given]
+        new: Any = paths[0] if isinstance(old, str) else paths
+        if isinstance(old, dict):  # losses and their weights
+            new = dict(zip(paths, old.values(), strict=True))
         if paths and new != old:
             section[name] = new
             resolved.append(f"{key}={','.join(paths)}")
@@ -165,7 +170,8 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
 
 
 def _absolute(path: str, *, must_exist: bool) -> str:
-    # must_exist: a model that does not exist here may be a name on the Hub
-    if "://" in path or path.startswith(("~", "$")) or (must_exist and not Path(path).exists()):
+    # must_exist: a model that does not exist here may be a name on the Hub; of a function, its file is looked for
+    file = path.rpartition(":")[0] if ".py:" in path else path
+    if "://" in path or path.startswith(("~", "$")) or (must_exist and not Path(file).exists()):
         return path
     return os.path.abspath(path)  # noqa: PTH100  # normalizes `..`, and keeps symlinks
