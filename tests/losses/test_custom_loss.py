@@ -159,3 +159,12 @@ def test_a_loss_is_named_in_a_file_and_on_the_command_line(file, tmp_path):
     config = load_config(path, [f"pref_loss={file}:squared"])
     assert build_objective(config).terms[0][0].name == f"{file}:squared"
     assert list(config.pref_loss_digests) == [f"{file}:squared"]
+
+
+@pytest.mark.parametrize("named", [str, lambda name: [name, "sft"], lambda name: {name: 0.8, "sft": 0.2}])
+def test_the_content_of_a_file_is_known_however_it_is_named(file, named):
+    digests = []
+    for _ in range(2):
+        digests.append(parse_config({"pref_loss": named(f"{file}:dpo")}).pref_loss_digests[f"{file}:dpo"])
+        file.write_text(f"{SIGMOID}# changed\n")
+    assert digests[0] != digests[1]
