@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.bound_kernels import bind_kernel
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import VOCAB, batch_of, pair_of
 from thresher.data.example import Example, ExampleBatch, Response
@@ -232,14 +234,14 @@ def test_padding_of_the_row_changes_nothing():
 
 @LAYOUTS
 def test_sequences_one_after_another_equal_padded_ones(monkeypatch, layout):
-    """As on a GPU, where flash-linear-attention takes cumulative lengths; here a loop does."""
+    """As with flash-linear-attention, which takes cumulative lengths; here a loop does."""
     model = tiny_stateful("qwen3_5_text")
     expected = logps_of_layout(model, layout, LISTS)
     functions = vars(sys.modules[type(model).__module__])
-    padded = functions["torch_chunk_gated_delta_rule"].carries_one_state
+    padded = inspect.unwrap(functions["torch_chunk_gated_delta_rule"])
     counts = []
 
-    def kernel(*mixed, g, beta, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, **_rest):
+    def kernel(*mixed, g, beta, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel):
         assert use_qk_l2norm_in_kernel
         assert cu_seqlens.dtype == torch.int64
         lengths = cu_seqlens.diff().tolist()
@@ -262,9 +264,7 @@ def test_sequences_one_after_another_equal_padded_ones(monkeypatch, layout):
         )
         return torch.cat(outs, dim=1), torch.cat(finals) if output_final_state else None
 
-    monkeypatch.setattr(branching_state, "_has_varlen_kernel", lambda _device: True)
-    branched = branching_state._on_segments(kernel, branching_state._gated_delta_rule)
-    monkeypatch.setitem(functions, "torch_chunk_gated_delta_rule", branched)
+    bind_kernel(monkeypatch, STATEFUL["qwen3_5_text"], "fla", "torch_chunk_gated_delta_rule", kernel)
     torch.testing.assert_close(logps_of_layout(model, layout, LISTS), expected, atol=5e-6, rtol=0)
     # two layers: prompts (or whole sequences), then responses of which a row is computed
     assert counts == ([3, 9] if layout.shares_prompt else [12]) * 2
