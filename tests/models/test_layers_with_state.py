@@ -9,9 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.support.bound_kernels import bind_kernel
+from tests.support.bound_kernels import KERNELS, bind_kernel
+from tests.support.probed_families import default_config
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import VOCAB, batch_of, pair_of
 from thresher.data.example import Example, ExampleBatch, Response
@@ -331,12 +332,38 @@ def test_an_adapter_that_mamba_kernels_would_leave_out_is_refused():
         ("qwen3_5_text", 8, False),  # 4 value heads
         ("nemotron_h", 4, True),  # 2 groups, repeated
         ("nemotron_h", 3, False),
+        ("zamba2", 2, True),
+        ("zamba2", 3, False),  # 8 heads
         ("lfm2", 8, True),
         ("lfm2", 3, False),  # 32 channels
     ],
 )
 def test_context_parallelism_needs_equal_shares_of_a_layer_with_state(family, num_ranks, fits):
-    assert branching_state.splits_over(STATEFUL[family], num_ranks) == fits
+    config = STATEFUL[family] if family in STATEFUL else default_config(family)
+    assert branching_state.splits_over(config, num_ranks) == fits
+
+
+def test_context_parallelism_over_sizes_that_the_config_does_not_name_is_refused():
+    assert branching_state.splits_over(LlamaConfig(), 2)
+    assert not branching_state.splits_over(LlamaConfig(num_hidden_layers=1, layer_types=["linear_attention"]), 2)
+
+
+def test_only_the_kernel_that_rejects_fp32_lowers_the_precision_of_the_start_up_check(monkeypatch):
+    models = {family: tiny_stateful(family) for family in ("qwen3_5_text", "nemotron_h")}
+    assert not any(map(branching_state.needs_half_precision, models.values()))
+    for family, package, name in KERNELS[:2]:
+        bind_kernel(monkeypatch, STATEFUL[family], package, name)
+        branching_state.branch_states(models[family])
+    assert [branching_state.needs_half_precision(model) for model in models.values()] == [True, False]
+
+
+def test_a_kernel_that_refuses_its_inputs_is_reported_as_a_layout_that_does_not_work(monkeypatch):
+    bind_kernel(monkeypatch, STATEFUL["qwen3_5_text"], "fla", "torch_chunk_gated_delta_rule")
+    model = PairModel.for_layout(tiny_stateful("qwen3_5_text"), torch.float32, SHARED)
+    with pytest.raises(
+        UserError, match=r"does not work with model family `qwen3_5_text` \(Expected a tensor on a GPU\)"
+    ):
+        check_logps(model, SHARED, PAIRS)
 
 
 def test_context_parallelism_that_does_not_fit_is_refused_before_the_start():

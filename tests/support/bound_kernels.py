@@ -20,6 +20,21 @@ OWN_NAMES = {
     "mamba2_split_conv1d_scan_combined": "mamba_split_conv1d_scan_combined",
     "causal_conv1d_fn": "causal_conv1d_fn",
 }
+# parameters of the packages' functions in the versions that were read, for machines without a GPU's packages
+RECORDED = {
+    ("fla", "0.5.2", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"): (
+        "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
+        "allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context kwargs"
+    ),
+    ("mamba_ssm", "2.3.2", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"): (
+        "x dt A B C chunk_size D z dt_bias initial_states seq_idx cu_seqlens dt_softplus dt_limit return_final_states "
+        "return_varlen_states state_dtype"
+    ),
+    ("causal_conv1d", "1.6.1", "causal_conv1d", "causal_conv1d_fn"): (
+        "x weight bias seq_idx initial_states return_final_states final_states_out activation"
+    ),
+}
+
 # a family of tests/support/stateful_models.py, a package, and the function that it replaces
 KERNELS = [
     ("qwen3_5_text", "fla", "torch_chunk_gated_delta_rule"),
