@@ -180,14 +180,14 @@ def _make_forest(segments: tuple[Segment, ...], device: torch.device, *, is_padd
             places[rows[~is_padding]] = start + np.flatnonzero(~is_padding)
             start += rows.size
             continued = np.array([], dtype=np.int64) if sequences is roots else rank[np.array(origins)[group]]
-            arrays = [rows, is_padding[:, :, None], np.cumsum([0, *lengths[group]]), continued]
-            taken, padding, ends, origin = copy_arrays_to_device(arrays, device)
+            arrays: list[npt.NDArray[Any]] = [rows, is_padding[:, :, None], np.cumsum([0, *lengths[group]]), continued]
+            taken, padding, ends, continues = copy_arrays_to_device(arrays, device)
             stages.append(
                 _Stage(
                     taken,
                     padding.bool(),
                     None if is_padded else ends.long(),
-                    None if sequences is roots else origin,
+                    None if sequences is roots else continues,
                     has_branches=sequences is roots and bool(branches),
                 )
             )

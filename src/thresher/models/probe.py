@@ -229,8 +229,8 @@ def _keep_few_heads(text: Any) -> None:
 def _keep_few_scan_heads(text: Any, share: Fraction) -> None:
     """Keep this share of the width of Mamba-2's scan, which may be a multiple of the hidden size, in up to 4 heads."""
     present = vars(text)
-    names = [next((name for name in each if present.get(name)), None) for each in (SCAN_HEADS, SCAN_HEAD_DIMS)]
-    if None in names:
+    names = [next((name for name in each if present.get(name)), "") for each in (SCAN_HEADS, SCAN_HEAD_DIMS)]
+    if not all(names):
         return
     heads, head_dim = (present[name] for name in names)
     width = int(heads * head_dim * share)
