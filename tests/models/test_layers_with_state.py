@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.support.bound_kernels import KERNELS, bind_kernel
+from tests.support.probed_families import default_config
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import VOCAB, batch_of, pair_of
 from thresher.data.example import Example, ExampleBatch, Response
@@ -47,6 +50,12 @@ PAIRS = batch_of(
     pair_of(70, 1, 33, seed=5),
     pair_of(2, 1, 1, seed=6),
     pair_of(40, 65, 1, seed=7),
+)
+UNEQUAL = batch_of(
+    example_of(9, 5, 12, seed=11),
+    example_of(66, 7, 1, 20, 2, seed=12),
+    example_of(4, 6, seed=13),
+    example_of(3, 1, seed=14),
 )
 LISTS = batch_of(
     example_of(9, 5, 1, 12, 3, seed=8), example_of(66, 7, 20, 2, 31, seed=9), example_of(1, 1, 2, 6, 1, seed=10)
@@ -100,19 +109,31 @@ def logps_of_layout(model: torch.nn.Module, layout: PackedLayout, batch: Example
     return torch.cat([side.values for side in score(model, layout, batch).sides])
 
 
-def gradient(model: torch.nn.Module, logps: torch.Tensor) -> torch.Tensor:
+def gradients(model: torch.nn.Module, logps: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient(model: torch.nn.Module, logps: torch.Tensor) -> torch.Tensor:
+    return torch.cat([each.flatten() for each in gradients(model, logps).values()])
 
 
 @LAYOUTS
-@pytest.mark.parametrize("batch", [PAIRS, LISTS], ids=["two responses", "four responses"])
+@pytest.mark.parametrize(
+    "batch", [PAIRS, LISTS, UNEQUAL], ids=["two responses", "four responses", "one to four responses"]
+)
 def test_logps_and_gradients_equal_those_of_separate_sequences(model, layout, batch):
     expected, found = logps_of_sequences(model, batch), logps_of_layout(model, layout, batch)
     torch.testing.assert_close(found, expected, atol=5e-6, rtol=0)
-    expected_gradient = gradient(model, expected)
-    assert (gradient(model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
+    assert_same_gradients(gradients(model, found), gradients(model, expected))
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Of each parameter, so that a large one hides no small one."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 3e-5 * gradient.norm(), name
 
 
 @LAYOUTS
@@ -157,6 +178,37 @@ def test_a_prompt_is_computed_once(model):
     handle.remove()
     lengths = [(len(each.prompt_ids), [len(response.ids) - 1 for response in each.responses]) for each in LISTS.pairs]
     assert rows == [(1, sum(prompt + sum(responses) for prompt, responses in lengths))]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3_5_text", "torch_chunk_gated_delta_rule"), ("nemotron_h", "mamba2_chunk_scan")]
+)
+def test_a_long_sequence_does_not_pad_short_ones_to_its_length(monkeypatch, family, name):
+    """Sequences of similar length share a call; padding at most doubles the rows, counted in chunks."""
+    model = tiny_stateful(family)
+    functions = vars(sys.modules[type(model).__module__])
+    compute, shapes = inspect.unwrap(functions[name]), []
+
+    def counting(inputs, *args, **rest):
+        shapes.append(tuple(inputs.shape[:2]))
+        return compute(inputs, *args, **rest)
+
+    branched = branching_state._BRANCHED[name]
+    monkeypatch.setitem(functions, name, branching_state._on_segments(counting, branched))
+    uneven = batch_of(
+        example_of(500, 3, 180, seed=1),
+        *(example_of(5 + index, 4, 2, seed=index) for index in range(20)),
+        example_of(150, 9, 2, 7, seed=2),
+    )
+    expected = logps_of_sequences(model, uneven)
+    shapes.clear()
+    torch.testing.assert_close(logps_of_layout(model, SHARED, uneven), expected, atol=5e-6, rtol=0)
+    # both layers: the prompts of 500 and 150 tokens, the others, the long response with three others, the rest
+    assert shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
+    assert shapes[: len(shapes) // 2] == [(2, 500), (20, 24), (4, 179), (41, 8)]
+    shapes.clear()
+    logps_of_layout(model, SHARED, LISTS)
+    assert len(shapes) == 4  # similar lengths: one call for prompts and one for responses, in two layers
 
 
 @pytest.mark.parametrize("family", STATEFUL)
@@ -232,14 +284,14 @@ def test_padding_of_the_row_changes_nothing():
 
 @LAYOUTS
 def test_sequences_one_after_another_equal_padded_ones(monkeypatch, layout):
-    """As on a GPU, where flash-linear-attention takes cumulative lengths; here a loop does."""
+    """As with flash-linear-attention, which takes cumulative lengths; here a loop does."""
     model = tiny_stateful("qwen3_5_text")
     expected = logps_of_layout(model, layout, LISTS)
     functions = vars(sys.modules[type(model).__module__])
-    padded = functions["torch_chunk_gated_delta_rule"].carries_one_state
+    padded = inspect.unwrap(functions["torch_chunk_gated_delta_rule"])
     counts = []
 
-    def kernel(*mixed, g, beta, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, **_rest):
+    def kernel(*mixed, g, beta, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel):
         assert use_qk_l2norm_in_kernel
         assert cu_seqlens.dtype == torch.int64
         lengths = cu_seqlens.diff().tolist()
@@ -262,9 +314,7 @@ def test_sequences_one_after_another_equal_padded_ones(monkeypatch, layout):
         )
         return torch.cat(outs, dim=1), torch.cat(finals) if output_final_state else None
 
-    monkeypatch.setattr(branching_state, "_has_varlen_kernel", lambda _device: True)
-    branched = branching_state._on_segments(kernel, branching_state._gated_delta_rule)
-    monkeypatch.setitem(functions, "torch_chunk_gated_delta_rule", branched)
+    bind_kernel(monkeypatch, STATEFUL["qwen3_5_text"], "fla", "torch_chunk_gated_delta_rule", kernel)
     torch.testing.assert_close(logps_of_layout(model, layout, LISTS), expected, atol=5e-6, rtol=0)
     # two layers: prompts (or whole sequences), then responses of which a row is computed
     assert counts == ([3, 9] if layout.shares_prompt else [12]) * 2
@@ -282,12 +332,38 @@ def test_an_adapter_that_mamba_kernels_would_leave_out_is_refused():
         ("qwen3_5_text", 8, False),  # 4 value heads
         ("nemotron_h", 4, True),  # 2 groups, repeated
         ("nemotron_h", 3, False),
+        ("zamba2", 2, True),
+        ("zamba2", 3, False),  # 8 heads
         ("lfm2", 8, True),
         ("lfm2", 3, False),  # 32 channels
     ],
 )
 def test_context_parallelism_needs_equal_shares_of_a_layer_with_state(family, num_ranks, fits):
-    assert branching_state.splits_over(STATEFUL[family], num_ranks) == fits
+    config = STATEFUL[family] if family in STATEFUL else default_config(family)
+    assert branching_state.splits_over(config, num_ranks) == fits
+
+
+def test_context_parallelism_over_sizes_that_the_config_does_not_name_is_refused():
+    assert branching_state.splits_over(LlamaConfig(), 2)
+    assert not branching_state.splits_over(LlamaConfig(num_hidden_layers=1, layer_types=["linear_attention"]), 2)
+
+
+def test_only_the_kernel_that_rejects_fp32_lowers_the_precision_of_the_start_up_check(monkeypatch):
+    models = {family: tiny_stateful(family) for family in ("qwen3_5_text", "nemotron_h")}
+    assert not any(map(branching_state.needs_half_precision, models.values()))
+    for family, package, name in KERNELS[:2]:
+        bind_kernel(monkeypatch, STATEFUL[family], package, name)
+        branching_state.branch_states(models[family])
+    assert [branching_state.needs_half_precision(model) for model in models.values()] == [True, False]
+
+
+def test_a_kernel_that_refuses_its_inputs_is_reported_as_a_layout_that_does_not_work(monkeypatch):
+    bind_kernel(monkeypatch, STATEFUL["qwen3_5_text"], "fla", "torch_chunk_gated_delta_rule")
+    model = PairModel.for_layout(tiny_stateful("qwen3_5_text"), torch.float32, SHARED)
+    with pytest.raises(
+        UserError, match=r"does not work with model family `qwen3_5_text` \(Expected a tensor on a GPU\)"
+    ):
+        check_logps(model, SHARED, PAIRS)
 
 
 def test_context_parallelism_that_does_not_fit_is_refused_before_the_start():

@@ -5,28 +5,67 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
+from tests.support.bound_kernels import KERNELS, bind_kernel
 from tests.support.probed_families import PACKED, PADDED, default_config
+from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import FAMILIES
 from thresher.errors import UserError
-from thresher.models import probe
+from thresher.models import branching_state, probe
 from thresher.models.attention import interface
 from thresher.models.attention.segments import Segment
 from thresher.models.layouts import choose_layout
+from thresher.models.loading.load import load_model_config
 from thresher.models.probe import DIRECTORY_NAME, shrink, what_packed_rows_lack
 
 
+@pytest.fixture
+def forgetful(monkeypatch, reference_cache) -> None:
+    """Nothing is known from an earlier test or process."""
+    monkeypatch.setattr(probe, "_found", {})
+    monkeypatch.setattr(probe, "_failed", {})
+    probe._warn_once.cache_clear()
+
+
+@pytest.fixture
+def compared(monkeypatch, forgetful) -> list[torch.nn.Module]:
+    """The tiny models whose packed rows the probe compares with their own forward."""
+    models, original = [], probe.check_logps
+
+    def check(pairs, layout, examples):
+        original(pairs, layout, examples)
+        models.append(pairs.base_model)
+
+    monkeypatch.setattr(probe, "check_logps", check)
+    return models
+
+
 @pytest.mark.parametrize("family", PACKED)
-def test_a_family_at_its_published_size_passes(family):
+def test_a_family_at_its_published_size_passes(family, compared):
     """Its default config, of which the probe keeps one layer of each kind."""
-    layout, note = choose_layout("auto", [default_config(family)], None, 0, probe=what_packed_rows_lack)
+    config = default_config(family)
+    layout, note = choose_layout("auto", [config], None, 0, probe=what_packed_rows_lack)
     assert (layout.name, note) == ("shared", None)
-    assert probe._found  # not only checked on pairs
+    (model,) = compared
+    whole, probed = config.get_text_config(), model.config.get_text_config()
+    assert probed.model_type == whole.model_type
+    assert set(getattr(probed, "layer_types", None) or ()) == set(getattr(whole, "layer_types", None) or ())
+    assert list(probe._found.values()) == [None]
+
+
+def test_a_width_of_the_scan_that_follows_from_the_hidden_size_shrinks_with_it(compared):
+    sizes = {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48}
+    granite = CONFIG_MAPPING["granitemoehybrid"](**sizes, layer_types=["linear_attention", "full_attention"] * 16)
+    falcon = CONFIG_MAPPING["falcon_h1"](mamba_d_ssm=None, mamba_n_heads=128, mamba_d_head=64)
+    assert [what_packed_rows_lack(each) for each in (granite, falcon)] == [None, None]
+    assert len(compared) == 2
 
 
 def test_a_family_passes_with_any_vocabulary():
@@ -40,11 +79,6 @@ def test_a_family_that_is_rejected_says_what_is_missing(family):
     _, lacks = PADDED[family]
     layout, note = choose_layout("auto", [default_config(family)], None, 0, probe=what_packed_rows_lack)
     assert (layout.name, note) == ("padded", f"using layout padded: {lacks}")
-
-
-@pytest.fixture
-def forgetful(monkeypatch) -> None:
-    monkeypatch.setattr(probe, "_found", {})
 
 
 def attention_that(change: Callable[..., tuple]) -> Callable[..., torch.Tensor]:
@@ -124,15 +158,81 @@ def test_what_was_found_is_remembered_until_the_code_changes(monkeypatch, refere
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_a_family_that_cannot_be_shrunk_is_left_to_the_check_on_pairs(monkeypatch, caplog, reference_cache):
-    def fail(_config, **_settings):
-        raise RuntimeError("no such size")
+@pytest.mark.parametrize("name", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"])
+def test_state_that_leaks_is_caught(name, monkeypatch):
+    """Each function in turn goes on from one sequence to the next."""
+    family = "nemotron_h" if name.startswith("mamba2") else "qwen3_5_text"
 
-    monkeypatch.setattr(probe, "build_tiny_model", fail)
-    with caplog.at_level("INFO"):
+    def one_sequence(original, _visibility, *args, **rest):
+        return original(*args, **rest)
+
+    monkeypatch.setitem(branching_state._BRANCHED, name, one_sequence)
+    assert what_packed_rows_lack(STATEFUL[family]).startswith("log-probabilities of layout `shared` differ")
+
+
+@pytest.mark.parametrize(("family", "package", "name"), KERNELS)
+def test_installed_kernels_do_not_switch_the_probe_off(family, package, name, monkeypatch, compared):
+    """transformers binds them when it is imported, and they refuse a CPU."""
+    kernel = bind_kernel(monkeypatch, STATEFUL[family], package, name)
+    assert what_packed_rows_lack(STATEFUL[family]) is None
+    (model,) = compared
+    assert vars(sys.modules[type(model).__module__])[name] is kernel  # which the run's own model calls
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_args, **_settings):
+        raise error
+
+    return fail
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_probe_that_fails_proves_nothing_and_is_tried_again_in_another_process(monkeypatch, caplog, reference_cache):
+    monkeypatch.setattr(probe, "build_tiny_model", failing(RuntimeError("no such size")))
+    for _ in range(2):
         assert what_packed_rows_lack(FAMILIES["llama"]) is None
-    assert "the model family llama cannot be probed, only checked on pairs: no such size" in caplog.text
+    (record,) = [record for record in caplog.records if record.name == probe.__name__]
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "packed rows of the model family llama are not proven, because the start-up probe failed with RuntimeError: no "
+        "such size; the run compares two of its pairs with the model's own forward. Set layout=padded to do without "
+        "packed rows"
+    )
     assert not (reference_cache / DIRECTORY_NAME).exists()
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_window_that_cannot_be_probed_is_not_trusted(monkeypatch):
+    """Real pairs may be shorter than it."""
+    monkeypatch.setattr(probe, "build_tiny_model", failing(RuntimeError("no such size")))
+    layout, note = choose_layout("auto", [FAMILIES["mistral"]], None, 0, probe=what_packed_rows_lack)
+    assert (layout.name, note) == (
+        "padded",
+        "using layout padded: the model family mistral has a sliding window, which may differ in packed rows: the "
+        "start-up probe failed with RuntimeError: no such size",
+    )
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_memory_that_is_lacking_is_no_verdict(monkeypatch, caplog, reference_cache):
+    """torch raises it within packed rows, as any other RuntimeError."""
+    lacking = RuntimeError("DefaultCPUAllocator: not enough memory")
+    monkeypatch.setattr(interface, "segment_attention", failing(lacking))
+    assert what_packed_rows_lack(FAMILIES["llama"]) is None
+    assert "not proven, because the start-up probe failed with RuntimeError: DefaultCPUAllocator" in caplog.text
+    assert not (reference_cache / DIRECTORY_NAME).exists()
+
+
+def test_code_of_a_model_repository_is_not_probed_as_that_of_transformers(tmp_path, caplog, compared):
+    config = copy.deepcopy(FAMILIES["llama"])
+    config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config.save_pretrained(tmp_path)
+    assert what_packed_rows_lack(load_model_config(str(tmp_path), trust_remote_code=True)) is None
+    assert "not proven, because the run executes the code of the model's repository" in caplog.text
+    assert not compared
+    # not trusted: the run uses transformers' class
+    assert what_packed_rows_lack(load_model_config(str(tmp_path))) is None
+    assert len(compared) == 1
 
 
 def test_the_shrunken_config_has_one_layer_of_each_kind_and_a_short_reach():

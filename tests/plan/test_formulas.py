@@ -12,6 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3MoeConfig
 
+from tests.support.stateful_models import STATEFUL
 from thresher.builders.hardware import GPUS, find_gpu
 from thresher.builders.memory import ModelSize, Process, held_memory, peak_memory
 from thresher.config import DPOConfig
@@ -234,3 +235,14 @@ def test_the_head_of_a_reward_model_takes_next_to_no_memory(llama_8b):
     for dims in (ParallelDims(dp_shard=8), ParallelDims(tp=8)):
         peak, other = (peak_memory(process_of(each, dims), 4096, 2, 1).total for each in (size, llama_8b))
         assert peak < other
+
+
+@pytest.mark.parametrize(("family", "attending"), [("qwen3_5_text", 2), ("nemotron_h", 1), ("falcon_h1", 4)])
+def test_only_layers_that_attend_add_to_the_flops_of_longer_sequences(family, attending):
+    """Of Nemotron-H's five layers, two carry state and two are MLPs; those of Falcon-H1 attend and carry state."""
+    size = size_of(STATEFUL[family])
+    process = process_of(size, ParallelDims())
+    near = Rows(total=64, scored=32, attended=1000, useful=64)
+    added = step_flops(process, replace(near, attended=2000)).model - step_flops(process, near).model
+    heads = STATEFUL[family].num_attention_heads * size.head_dim
+    assert added == pytest.approx(3 * 4 * 1000 * heads * attending)

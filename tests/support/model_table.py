@@ -5,34 +5,18 @@ Write it with: python -m tests.support.model_table
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tests.support.engines.parity_cases import ALL_CASES
 from tests.support.paths import ROOT
 from tests.support.probed_families import PACKED, PADDED, SINKS, default_config
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import FAMILIES
+from thresher.models.branching_state import branching_layers
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
 _BEGIN, _END = "<!-- model architectures: begin -->\n", "<!-- model architectures: end -->"
-# families that have a tiny model, and no default config that the probe is tested on
-_OTHER_NAMES = {
-    "qwen2_moe": "Qwen2-MoE",
-    "gpt_neox": "GPT-NeoX",
-    "olmo2": "OLMo 2",
-    "granite": "Granite",
-    "cohere": "Cohere",
-    "opt": "OPT",
-    "qwen3_next": "Qwen3-Next",
-    "qwen3_5_text": "Qwen3.5",
-    "qwen3_5_moe_text": "Qwen3.5-MoE",
-    "olmo_hybrid": "OLMo hybrid",
-    "nemotron_h": "Nemotron-H",
-    "granitemoehybrid": "Granite 4",
-    "falcon_h1": "Falcon-H1",
-    "lfm2": "LFM2",
-    "lfm2_moe": "LFM2-MoE",
-}
+_MULTIMODAL = " (multimodal, text pairs)"
 _SLIDING = ["sliding_attention"]
 _AXES = {"FSDP2": "dp_shard", "tensor": "tp", "context": "cp", "pipeline": "pp"}
 
@@ -45,25 +29,28 @@ def model_table() -> str:
         f"| architecture | layout | why | gradients | {' | '.join(_AXES)} |",
         f"|---|---|---|---|{'---|' * len(_AXES)}",
     ]
-    names = PACKED | _OTHER_NAMES
-    assert tiny.keys() <= names.keys(), f"give {tiny.keys() - names.keys()} a name"
-    for model_type, name in sorted(names.items(), key=lambda item: item[1].lower()):
-        config = default_config(model_type) if model_type in PACKED else tiny[model_type]
+    assert tiny.keys() <= PACKED.keys(), f"give {tiny.keys() - PACKED.keys()} a name"
+    for model_type, name in sorted(PACKED.items(), key=lambda item: item[1].lower()):
         axes = ("yes" if (model_type, axis) in along else "" for axis in _AXES.values())
         tested = "yes" if model_type in tiny else ""
-        lines.append(f"| {name} | `shared` | {_what_the_probe_covers(config)} | {tested} | {' | '.join(axes)} |")
+        lines.append(f"| {name} | `shared` | {_what_the_probe_covers(model_type)} | {tested} | {' | '.join(axes)} |")
     for model_type, (name, reason) in PADDED.items():
         why = reason.removeprefix(f"the model family {model_type} ")
+        why = f"probed: {why}" if why.startswith("layout ") else f"config: {why}"
         lines.append(f"| {name} | `padded` | {why} |  | {' | '.join('' for _ in _AXES)} |")
     return "\n".join(lines) + "\n"
 
 
-def _what_the_probe_covers(config: PreTrainedConfig) -> str:
-    text = config.get_text_config()
-    if text.model_type in STATEFUL:
-        return "state branches"
+def num_packed_architectures() -> int:
+    """Architectures that the probe accepts; a model and its multimodal config are one."""
+    return len({name.removesuffix(_MULTIMODAL).removesuffix(" (text)") for name in PACKED.values()})
+
+
+def _what_the_probe_covers(model_type: str) -> str:
+    text = default_config(model_type).get_text_config()
     has_window = bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)
     parts = {
+        "state": bool(branching_layers(MODEL_FOR_CAUSAL_LM_MAPPING[type(default_config(model_type))])),
         "sliding window": has_window and "sliding_attention" in (getattr(text, "layer_types", None) or _SLIDING),
         "soft-capped scores": getattr(text, "attn_logit_softcapping", None) is not None,
         "attention sinks": text.model_type in SINKS,

@@ -35,6 +35,35 @@ PACKED = {
     "ernie4_5": "ERNIE 4.5",
     "apertus": "Apertus",
     "hunyuan_v1_dense": "Hunyuan dense",
+    "qwen2_moe": "Qwen2-MoE",
+    "gpt_neox": "GPT-NeoX",
+    "olmo2": "OLMo 2",
+    "granite": "Granite",
+    "cohere": "Cohere",
+    "opt": "OPT",
+    "qwen3_5": "Qwen3.5 (multimodal, text pairs)",
+    "qwen3_5_text": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5-MoE (multimodal, text pairs)",
+    "qwen3_5_moe_text": "Qwen3.5-MoE",
+    "qwen3_next": "Qwen3-Next",
+    "olmo_hybrid": "OLMo hybrid",
+    "nemotron_h": "Nemotron-H",
+    "granitemoehybrid": "Granite 4",
+    "falcon_h1": "Falcon-H1",
+    "bamba": "Bamba",
+    "zamba2": "Zamba2",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-MoE",
+}
+# what the defaults of a class leave out, as the published models have it
+_PUBLISHED: dict[str, dict[str, object]] = {
+    "granitemoehybrid": {"layer_types": ["linear_attention"] * 31 + ["full_attention"], "num_local_experts": 64},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "hunyuan_v1_dense": {
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1e3, "factor": 1.0},
+    },
+    "lfm2_moe": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 8},
 }
 SINKS = ("gpt_oss", "mimo_v2_flash", "granite_swa")
 # and what packed rows lack
@@ -51,5 +80,5 @@ PADDED = {
 
 
 def default_config(model_type: str) -> PreTrainedConfig:
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**_PUBLISHED.get(model_type, {}))
     return config

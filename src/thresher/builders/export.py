@@ -36,7 +36,7 @@ from thresher.models.loading.load import (
     translate_load_errors,
 )
 from thresher.models.loading.location import locate_model
-from thresher.models.loading.weight_files import find_file
+from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 from thresher.models.pipeline_chunk import decoder_of, head_of
 from thresher.reference.fingerprint import config_digest, weights_digest
 from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS
@@ -101,6 +101,13 @@ def export_checkpoint(
     if is_used and output.resolve() == Path(path).resolve():
         raise UserError(f"{output} is the model that the run started from; name a different directory")
     model = with_untrained_towers(model, path, trust_remote_code=trust_remote_code)
+    if names := never_loaded(type(model), path):
+        logger.warning(
+            "the export leaves out %d tensors of %s that transformers does not load, such as %s",
+            len(names),
+            path,
+            names[0],
+        )
     # written under another name and renamed, so that an existing directory is complete
     staging = output.with_name(f".{output.name}.partial")
     durable.refuse_link(staging)
@@ -127,6 +134,14 @@ def export_checkpoint(
             shutil.rmtree(target)
         file.replace(target)
     staging.rmdir()
+
+
+def never_loaded(model_class: type[PreTrainedModel], path: str) -> list[str]:
+    """Return the names of the stored tensors that a class of transformers silently leaves out."""
+    patterns = model_class._keys_to_ignore_on_load_unexpected or ()
+    files = [file for file in find_weight_files(path) if file.suffix == ".safetensors"] if patterns else []
+    names = {name for file in files for name in open_safetensors(file).keys()}  # noqa: SIM118  # not a mapping
+    return sorted(name for name in names if any(re.search(pattern, name) for pattern in patterns))
 
 
 def with_untrained_towers(model: PreTrainedModel, path: str, *, trust_remote_code: bool) -> PreTrainedModel:

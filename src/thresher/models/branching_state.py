@@ -7,14 +7,16 @@ the keyword `pair_visibility` down to them; without it, they are transformers' f
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +25,14 @@ from transformers import PreTrainedConfig
 
 from thresher.distributed.tensors import copy_arrays_to_device
 from thresher.models.attention.segments import PackedAttention, Segment
+
+Rows = npt.NDArray[np.int64]
+_CHUNK = 64  # rows that a scan computes of the shortest sequence too
+WITH_STATE = frozenset({"linear_attention", "hybrid", "conv"})  # transformers' names of layers with state
+# of Mamba-2 in the configs of transformers
+SCAN_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+SCAN_HEAD_DIMS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+SCAN_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
 
 def branch_states(model: nn.Module) -> None:
@@ -33,8 +43,33 @@ def branch_states(model: nn.Module) -> None:
             functions[name] = _on_segments(functions[name], _BRANCHED[name])
 
 
-def carries_state(model: nn.Module) -> bool:
-    return bool(branching_layers(type(model)))
+@contextmanager
+def on_torch_functions(model: nn.Module) -> Iterator[None]:
+    """Let transformers' own functions carry state within a `with` block.
+
+    transformers binds the kernels of other packages when it is imported, on any device, and they need a GPU.
+    """
+    functions = _functions_of(type(model))
+    bound = {name: functions[name] for name in _BRANCHED.keys() & functions}
+    functions.update({name: inspect.unwrap(function) for name, function in bound.items()})
+    try:
+        yield
+    finally:
+        functions.update(bound)
+
+
+def needs_half_precision(model: nn.Module) -> bool:
+    """Whether a GPU computes a model's gated delta rule by flash-linear-attention, which rejects fp32."""
+    return _has_kernel(_functions_of(type(model)).get("torch_chunk_gated_delta_rule"))
+
+
+def _has_kernel(function: Callable[..., Any] | None) -> bool:
+    """Whether transformers has bound another package's kernel to a function that it replaces."""
+    while function is not None:
+        if inspect.isfunction(function) and inspect.getclosurevars(function).nonlocals.get("is_new_implementation"):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _functions_of(model_class: type) -> dict[str, Any]:
@@ -47,22 +82,25 @@ def branching_layers(model_class: type) -> frozenset[str]:
     """Return transformers' names of the layers with state that can branch in a model family."""
     functions = _BRANCHED.keys() & _functions_of(model_class)
     if functions & {"torch_chunk_gated_delta_rule", "mamba2_chunk_scan"}:
-        return frozenset({"linear_attention", "hybrid", "conv"})
+        return WITH_STATE
     return frozenset({"conv"} if functions else ())
 
 
 def splits_over(config: PreTrainedConfig, num_ranks: int) -> bool:
-    """Whether heads, groups and channels of a model's layers with state split evenly over ranks."""
-    text = vars(config.get_text_config())
+    """Whether heads, groups and channels of a model's layers with state split evenly over ranks; False if unknown."""
+    text = config.get_text_config()
+    present = vars(text)
 
     def size(*names: str) -> int:
-        return next((int(text[name]) for name in names if text.get(name)), 0)
+        return next((int(present[name]) for name in names if present.get(name)), 0)
 
     keys, values = size("linear_num_key_heads"), size("linear_num_value_heads")
-    heads, groups = size("mamba_n_heads", "mamba_num_heads"), size("mamba_n_groups", "n_groups")
+    heads, groups = size(*SCAN_HEADS), size(*SCAN_GROUPS)
     channels = 2 * keys * size("linear_key_head_dim") + values * size("linear_value_head_dim")
-    channels += heads * size("mamba_d_head", "mamba_head_dim") + 2 * groups * size("mamba_d_state", "ssm_state_size")
+    channels += heads * size(*SCAN_HEAD_DIMS) + 2 * groups * size("mamba_d_state", "ssm_state_size")
     channels += size("hidden_size") if size("conv_L_cache") else 0
+    if not channels:
+        return not set(getattr(text, "layer_types", None) or ()) & WITH_STATE
     # as key/value heads, groups are repeated if they are fewer than ranks
     repeats = groups > 0 and num_ranks % groups == 0
     return not any(each % num_ranks for each in (values, heads, channels, 0 if repeats else groups))
@@ -84,19 +122,20 @@ def _on_segments(original: Callable[..., Any], branched: Callable[..., Any]) -> 
 
 @dataclass(frozen=True)
 class _Stage:
-    """Sequences that a function computes in one call: padded to the longest, or [1, rows] one after another."""
+    """Sequences of similar length that a function computes in one call: padded, or [1, rows] one after another."""
 
     rows: Tensor  # [sequences, longest] rows of the packed row; any row in padding
     is_padding: Tensor  # [sequences, longest, 1]
     ends: Tensor | None  # cumulative lengths, with a leading 0, of sequences one after another
-    origins: Tensor | None  # [sequences] the previous stage's sequence that each continues; None: they have no state
+    origins: Tensor | None  # [sequences] the root that each continues, in the stages' order; None: roots
+    has_branches: bool  # roots whose final states are needed
 
 
 @dataclass(frozen=True)
 class _Forest:
     """A micro-batch's sequences: roots are shared prompts or whole sequences, branches the responses of the prompts."""
 
-    stages: tuple[_Stage, ...]
+    stages: tuple[_Stage, ...]  # roots first
     places: Tensor  # [rows] index of each packed row in the stages, flat and one after another
 
 
@@ -125,20 +164,52 @@ def _make_forest(segments: tuple[Segment, ...], device: torch.device, *, is_padd
     stages: list[_Stage] = []
     places = np.empty(segments[-1].stop, dtype=np.int64)
     start = 0
+    rank = np.empty(len(roots), dtype=np.int64)  # of each root in the order in which the stages compute them
     for sequences in filter(None, (roots, branches)):
         starts, lengths = np.array([each.start for each in sequences]), np.array([len(each) for each in sequences])
-        offsets = np.arange(lengths.max())
-        is_padding = offsets >= lengths[:, None]
-        rows = np.where(is_padding, starts[:, None], starts[:, None] + offsets)
-        if not is_padded:
-            rows = rows[~is_padding][None]
-            is_padding = np.zeros(rows.shape, dtype=bool)
-        places[rows[~is_padding]] = start + np.flatnonzero(~is_padding)
-        start += rows.size
-        arrays = [rows, is_padding[:, :, None], np.cumsum([0, *lengths]), np.array(origins if stages else [])]
-        taken, padding, ends, continued = copy_arrays_to_device(arrays, device)
-        stages.append(_Stage(taken, padding.bool(), None if is_padded else ends.long(), continued if stages else None))
+        groups = _similar_lengths(lengths) if is_padded else [np.arange(len(lengths))]
+        if sequences is roots:
+            rank[np.concatenate(groups)] = np.arange(len(roots))
+        for group in groups:
+            offsets = np.arange(lengths[group].max())
+            is_padding = offsets >= lengths[group, None]
+            rows = np.where(is_padding, starts[group, None], starts[group, None] + offsets)
+            if not is_padded:
+                rows = rows[~is_padding][None]
+                is_padding = np.zeros(rows.shape, dtype=bool)
+            places[rows[~is_padding]] = start + np.flatnonzero(~is_padding)
+            start += rows.size
+            continued = np.array([], dtype=np.int64) if sequences is roots else rank[np.array(origins)[group]]
+            arrays: list[npt.NDArray[Any]] = [rows, is_padding[:, :, None], np.cumsum([0, *lengths[group]]), continued]
+            taken, padding, ends, continues = copy_arrays_to_device(arrays, device)
+            stages.append(
+                _Stage(
+                    taken,
+                    padding.bool(),
+                    None if is_padded else ends.long(),
+                    None if sequences is roots else continues,
+                    has_branches=sequences is roots and bool(branches),
+                )
+            )
     return _Forest(tuple(stages), copy_arrays_to_device([places], device)[0])
+
+
+def _similar_lengths(lengths: Rows) -> list[Rows]:
+    """Group sequences so that padding to a group's longest at most doubles the rows; one group if all are similar.
+
+    A scan computes whole chunks, so sequences up to one chunk are of the same length.
+    """
+    computed = np.maximum(lengths, _CHUNK)
+    order = np.argsort(-computed, kind="stable")
+    groups: list[Rows] = []
+    while len(order):
+        real = np.cumsum(computed[order])
+        padded = computed[order[0]] * np.arange(1, len(order) + 1)
+        exceeding = np.flatnonzero(padded > 2 * real)
+        count = exceeding[0] if len(exceeding) else len(order)
+        groups.append(np.sort(order[:count]))
+        order = order[count:]
+    return groups
 
 
 def _take(states: Tensor, rows: Tensor) -> Tensor:
@@ -164,13 +235,16 @@ def _branch(visibility: PackedAttention, inputs: Iterable[Tensor], scan: _Scan, 
     rows = [each[0] for each in inputs]
     forest = _forest(visibility, rows[0].device, is_padded=is_padded)
     outputs: list[Tensor] = []
-    state: Tensor | None = None
+    finals: list[Tensor] = []  # states of roots
     for stage in forest.stages:
-        if state is not None and stage.origins is not None:
-            state = _take(state, stage.origins)
+        if stage.origins is not None and len(finals) > 1:
+            finals = [torch.cat(finals)]
+        state = None if stage.origins is None else _take(finals[0], stage.origins)
         taken = [_take(each, stage.rows) for each in rows]
-        out, state = scan(taken, stage, state, needs_state=stage is not forest.stages[-1])
+        out, final = scan(taken, stage, state, needs_state=stage.has_branches)
         outputs.append(out.flatten(0, 1))
+        if final is not None:
+            finals.append(final)
     out = _take(torch.cat(outputs), forest.places)[None]
     return out if exchange is None else exchange.scatter_sequence(out.transpose(1, 2)).transpose(1, 2)
 
@@ -199,12 +273,8 @@ def _gated_delta_rule(
         return out
 
     inputs = (query, key, value, g, beta)
-    return _branch(visibility, inputs, scan, is_padded=not _has_varlen_kernel(query.device)), None
-
-
-def _has_varlen_kernel(device: torch.device) -> bool:
-    """Whether transformers calls the gated delta rule of flash-linear-attention; Mamba-2 has no such kernel."""
-    return device.type == "cuda" and find_spec("fla") is not None
+    # flash-linear-attention takes cumulative lengths, transformers' function and Mamba-2's kernel padded sequences
+    return _branch(visibility, inputs, scan, is_padded=not _has_kernel(original)), None
 
 
 def _mamba2_scan(

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from thresher.data.example import ExampleBatch, Scored, scored_positions
 from thresher.errors import UserError
-from thresher.models.branching_state import carries_state
+from thresher.models.branching_state import needs_half_precision
 from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.loading.trained import widened_matrices
 from thresher.models.logps import PairModel, original_forward
@@ -37,8 +37,8 @@ def check_logps(model: PairModel, layout: Layout, batch: ExampleBatch) -> None:
     """Raise if the logps of a layout differ from the model's original forward."""
     inputs = layout.collate(batch)
     # flash kernels of GPUs have no fp32, nor has the gated delta rule of flash-linear-attention
-    has_kernels = inputs.uses_varlen or carries_state(model.base_model)
-    exact = model if has_kernels and model.device.type == "cuda" else in_storage_precision(model)
+    is_half = inputs.uses_varlen or needs_half_precision(model.base_model)
+    exact = model if is_half and model.device.type == "cuda" else in_storage_precision(model)
     # hooks on compiled layers would cause a recompilation
     with eval_mode(model.causal_lm), uncompiled_layers(model.causal_lm), computing_in_storage_precision(exact):
         logps, layers = _pair_forward(exact, layout, inputs)
@@ -63,8 +63,8 @@ def _pair_forward(model: PairModel, layout: Layout, inputs: ModelInputs) -> tupl
     try:
         with _layer_outputs(model.backbone) as outputs:
             logps = model.score(inputs)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        if not layout.needs_pair_attention:
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        if not layout.needs_pair_attention or isinstance(error, torch.OutOfMemoryError):
             raise
         raise LayoutError(
             f"layout `{layout.name}` does not work with model family `{family_of(model)}` ({error}); use layout=padded"

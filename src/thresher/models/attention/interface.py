@@ -114,7 +114,7 @@ def _attend(
             "the model uses attention over packed pairs but was called without segments; see original_forward"
         )
     if mask is not None and not isinstance(mask, Window):
-        raise RuntimeError("the model makes its own attention mask, which packed rows do not have")
+        raise TypeError("the model makes its own attention mask, which packed rows do not have")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     exchange = pair_visibility.exchange
     if exchange is not None:

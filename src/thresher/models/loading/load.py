@@ -75,6 +75,8 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> PreTrain
         config: PreTrainedConfig = _read_once(AutoConfig, directory, trust_remote_code, arguments)
     _reject_hub_kernels(config, path)
     _reject_encoders(config, path)
+    if not trust_remote_code:  # the run uses transformers' class, whatever code the repository names
+        config.__dict__.pop("auto_map", None)
     return config
 
 
