@@ -9,13 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.support.tiny_chat_model import save_tiny_chat_model
 from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tiny_run import noise_labels
 from thresher.config.roles import TrainingArgs
-from thresher.data.batching.mismatched import VisitPlan, rotate
+from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan, rotate
 from thresher.data.example import Example, ExampleBatch, Response
 from thresher.engines.accumulate import MicroBatch
 from thresher.engines.native.build import infer_engine, train_engine
@@ -209,17 +212,50 @@ def test_the_visits_of_a_plan_are_numbered_without_gaps_where_epochs_end_with_a_
     ("prompts", "expected"),
     [
         ("abcd", [3, 0, 1, 2]),
-        ("aabb", [3, 3, 1, 1]),
-        ("abba", [2, 0, 0, 2]),
-        ("aab", [2, 2, 1]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abba", [1, 0, 3, 2]),
+        ("abcb", [3, 2, 1, 0]),
+        ("aab", [2, 2, 0]),
+        ("abaca", [1, 0, 3, 2, 1]),
         ("aaaa", [-1] * 4),
         ("a", [-1]),
     ],
 )
-def test_a_mismatched_answer_is_the_nearest_before_it_with_a_different_prompt(prompts, expected):
+def test_a_mismatched_answer_is_that_of_a_different_prompt_and_the_one_before_if_all_differ(prompts, expected):
     ids = np.arange(100, 100 + len(prompts))
     found = rotate(ids, np.array([each.encode() * 16 for each in prompts], dtype="V16"))
     assert found.tolist() == [at if at < 0 else 100 + at for at in expected]
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=24))
+def test_mismatched_answers_are_a_permutation_of_the_answers_wherever_one_exists(numbers):
+    prompts = np.array(numbers)
+    found = rotate(np.arange(len(prompts)), np.array([bytes([each]) * 16 for each in numbers], dtype="V16"))
+    if len(set(numbers)) == 1:
+        assert (found == -1).all()
+        return
+    assert (prompts[found] != prompts).all()
+    most = max(map(numbers.count, numbers))
+    if 2 * most <= len(numbers):
+        assert sorted(found) == list(range(len(numbers)))
+    else:  # all answers to rarer prompts, equally often
+        uses = np.bincount(found, minlength=len(numbers))[prompts != np.bincount(prompts).argmax()]
+        assert uses.max() - uses.min() <= 1
+
+
+def test_visits_of_several_steps_are_those_of_each_step():
+    plan = VisitPlan(10, seed=0, pairs_per_step=4, num_steps=8)
+    visits = MismatchedAnswers(noise_labels(10), plan)
+    steps = [visits.gather(plan.pair_ids(step)) for step in range(8)]
+    of_all = [np.concatenate(each) for each in zip(*steps, strict=True)]
+    assert (np.asarray(visits.lengths) == of_all[2]).all()
+    for order in (np.arange(28), np.random.default_rng(0).permutation(28), np.array([], dtype=np.int64)):
+        for found, expected in zip(visits.gather(order), of_all, strict=True):
+            assert (found == expected[order]).all()
+    for step in range(8):
+        assert visits.examples_of(plan.pair_ids(step)).tolist() == plan.example_ids(step).tolist()
+        for example, width in zip(visits.read(plan.pair_ids(step)).pairs, steps[step][2], strict=True):
+            assert [len(example.prompt_ids), *(len(each.ids) for each in example.responses)] == width.tolist()
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
