@@ -22,10 +22,11 @@ class VisitPlan(Plan):
     """The steps of a plan, whose pairs are numbered in the order of visits, counting repeats."""
 
     def pair_ids(self, step: int) -> PairIds:
+        return np.arange(self.first_visit(step), self.first_visit(step + 1), dtype=np.int64)
+
+    def first_visit(self, step: int) -> int:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        start = step_in_epoch * self.pairs_per_step
-        stop = min(start + self.pairs_per_step, self.num_pairs)
-        return epoch * self.num_pairs + np.arange(start, stop, dtype=np.int64)
+        return epoch * self.num_pairs + step_in_epoch * self.pairs_per_step
 
     def example_ids(self, step: int) -> PairIds:
         """Return the row numbers of a step's examples in the store, in plan order."""
@@ -35,11 +36,11 @@ class VisitPlan(Plan):
         """Return the distinct row numbers of all steps, in ascending order."""
         return Plan(**vars(self)).visited_pairs()
 
-    def steps_of(self, visits: PairIds) -> tuple[PairIds, PairIds]:
-        """Return the step of each visit, and its position in the step."""
+    def steps_of(self, visits: PairIds) -> PairIds:
+        """Return the step of each visit."""
         epochs, in_epoch = np.divmod(visits, self.num_pairs)
-        steps, positions = np.divmod(in_epoch, self.pairs_per_step)
-        return epochs * self.steps_per_epoch + steps, positions
+        steps: PairIds = epochs * self.steps_per_epoch + in_epoch // self.pairs_per_step
+        return steps
 
 
 class MismatchedAnswers:
@@ -71,31 +72,38 @@ class MismatchedAnswers:
 
     def examples_of(self, visits: PairIds) -> PairIds:
         """Return the row number in the store of each visit's example."""
-        return self.gather(visits)[0]
+        return self._take(visits, 0)
 
-    def gather(self, visits: PairIds) -> tuple[npt.NDArray[Any], ...]:
-        """Return of each visit the example, the one whose answer stands next to its own (-1: none), and the lengths."""
-        steps, positions = self.plan.steps_of(visits)
-        if len(steps) == 0 or steps.min() == steps.max():
-            of_step = self._of_step(int(steps[0]) if len(steps) else 0)
-            return tuple(each.take(positions, axis=0) for each in of_step)
+    def others_of(self, visits: PairIds) -> PairIds:
+        """Return the row number of the example whose answer stands next to each visit's own; -1 for none."""
+        return self._take(visits, 1)
+
+    def lengths_of(self, visits: PairIds) -> Lengths:
+        return self._take(visits, 2)
+
+    def _take(self, visits: PairIds, part: int) -> npt.NDArray[Any]:
+        if len(visits) == 0:
+            return self._of_step(0)[part][:0]
+        # of the ends alone: in training, the visits are those of one step
+        first, last = self.plan.steps_of(np.array([visits.min(), visits.max()])).tolist()
+        if first == last:
+            return self._of_step(first)[part].take(visits - self.plan.first_visit(first), axis=0)
+        steps = self.plan.steps_of(visits)
         order = np.argsort(steps, kind="stable")
         runs = np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
-        parts = [self.gather(visits[run]) for run in runs]
-        back = np.argsort(order)
-        return tuple(np.concatenate(each).take(back, axis=0) for each in zip(*parts, strict=True))
+        return np.concatenate([self._take(visits[run], part) for run in runs]).take(np.argsort(order), axis=0)
 
     def _compute_step(self, step: int) -> tuple[PairIds, PairIds, Lengths]:
         ids = self.plan.example_ids(step)
-        others = rotate(ids, self.store.prompt_hashes(ids))
-        own = np.take(self.store.lengths, ids, axis=0)
-        room = self.store.longest_pair - own[:, 0].astype(np.int64)
-        mismatched = np.where(others < 0, 0, np.minimum(np.take(self.store.lengths[:, 1], others), room))
-        return ids, others, np.column_stack([own[:, :2], mismatched]).astype(own.dtype)
+        others, own = rotate(self.store.prompt_hashes(ids)), np.take(self.store.lengths, ids, axis=0)
+        if others[0] < 0:
+            return ids, others, np.pad(own, ((0, 0), (0, 1)))
+        mismatched = np.minimum(own[:, 1].take(others), self.store.longest_pair - own[:, 0])
+        return ids, ids.take(others), np.column_stack([own, mismatched])
 
     def read(self, visits: PairIds) -> ExampleBatch:
         visits = np.asarray(visits, dtype=np.int64)
-        ids, others, _ = self.gather(visits)
+        ids, others = self.examples_of(visits), self.others_of(visits)
         examples = []
         for example, other in zip(self.store.read(ids).pairs, others.tolist(), strict=True):
             responses = example.responses
@@ -143,7 +151,7 @@ class _VisitLengths:
         return len(self._visits)
 
     def __getitem__(self, visits: PairIds) -> Lengths:
-        return self._visits.gather(visits)[2]
+        return self._visits.lengths_of(visits)
 
     def take(self, visits: PairIds, **_: Any) -> Lengths:
         """What np.take calls."""
@@ -154,29 +162,29 @@ class _VisitLengths:
         return np.concatenate([self[plan.pair_ids(step)] for step in range(plan.num_steps)])
 
 
-def rotate(ids: PairIds, prompts: npt.NDArray[np.void]) -> PairIds:
-    """Return for each example of a step another one with a different prompt, whose answer it gets; -1 for none.
+def rotate(prompts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """Return for each prompt of a step the number of a different one, whose answer it gets; -1 if all are equal.
 
-    Each answer is used once, unless more than half of the prompts are equal. If all prompts differ, it is the example
-    before, cyclically.
+    Each answer is used once, unless more than half of the prompts are equal. If all differ, it is the one before.
     """
+    numbers = np.arange(len(prompts), dtype=np.int64)
     keys = prompts.view("<u8")[::2]  # half of the hash tells prompts apart, and sorts ten times faster
     in_order = np.sort(keys)
-    if (in_order[1:] != in_order[:-1]).all() and len(ids) > 1:
-        return np.roll(ids, 1)
+    if len(prompts) > 1 and (in_order[1:] != in_order[:-1]).all():
+        return np.roll(numbers, 1)
     _, first, group, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
     if len(counts) == 1:
-        return np.full(len(ids), -1, dtype=np.int64)
-    others, most = np.empty_like(ids), int(counts.max())
-    if 2 * most <= len(ids):
-        # equal prompts stand together; so many examples before one of them, the prompt is a different one
+        return np.full(len(prompts), -1, dtype=np.int64)
+    others, most = np.empty_like(numbers), int(counts.max())
+    if 2 * most <= len(prompts):
+        # equal prompts next to each other: the one before by the most frequent prompt's count is a different one
         order = np.argsort(first[group], kind="stable")
-        others[order] = ids[np.roll(order, most)]
+        others[order] = np.roll(order, most)
         return others
     is_most = group == counts.argmax()
-    frequent, rest = np.flatnonzero(is_most), np.flatnonzero(~is_most)
-    others[rest] = ids[frequent[: len(rest)]]
-    others[frequent] = ids[np.resize(rest, most)]
+    frequent, rest = numbers[is_most], numbers[~is_most]
+    others[rest] = frequent[: len(rest)]
+    others[frequent] = np.resize(rest, most)
     return others
 
 
