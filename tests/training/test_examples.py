@@ -14,35 +14,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from tests.support.engines.fp64_steps import (
+    KTO,
+    LAYOUTS,
+    gradients,
+    kto_gradients,
+    models,
+    tokens,
+    with_mismatched_answers,
+)
 from tests.support.tiny_chat_model import save_tiny_chat_model
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tiny_run import noise_labels
-from thresher.config.roles import TrainingArgs
 from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan, rotate
 from thresher.data.example import Example, ExampleBatch, Response
-from thresher.engines.accumulate import MicroBatch
-from thresher.engines.native.build import infer_engine, train_engine
+from thresher.engines.native.build import infer_engine
 from thresher.losses import Objective, make_loss
-from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
 
-LAYOUTS = {"shared": PackedLayout(True), "packed": PackedLayout(False), "padded": PaddedLayout(pad_id=0)}
-LABELS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 # sums of losses over examples divided by their number: how many examples each micro-batch has
 SPLITS = [(6,), (3, 3), (1,) * 6, (4, 1, 1)]
-
-
-def tokens(draw: np.random.Generator, most: int) -> np.ndarray:
-    return draw.integers(3, VOCAB, draw.integers(1, most + 1)).astype(np.int32)
-
-
-def with_mismatched_answers() -> list[Example]:
-    """Labelled examples, each with the answer of the one before it."""
-    draw = np.random.default_rng(0)
-    prompts, answers = [tokens(draw, 4) for _ in LABELS], [tokens(draw, 6) for _ in LABELS]
-    return [
-        Example(prompt, (Response(answer, value=label), Response(answers[at - 1], value=0.0)))
-        for at, (prompt, answer, label) in enumerate(zip(prompts, answers, LABELS, strict=True))
-    ]
 
 
 def ranked(counts: Sequence[int] = (4, 2, 3, 2, 4, 3)) -> list[Example]:
@@ -51,11 +41,6 @@ def ranked(counts: Sequence[int] = (4, 2, 3, 2, 4, 3)) -> list[Example]:
         Example(tokens(draw, 4), tuple(Response(tokens(draw, 6), value=float(-rank)) for rank in range(count)))
         for count in counts
     ]
-
-
-def models() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Policy and reference, different weights."""
-    return tiny_model("llama").double(), tiny_model("llama", seed=1).double()
 
 
 def plain_log_ratio(policy: PreTrainedModel, reference: PreTrainedModel, prompt: np.ndarray, ids: np.ndarray) -> Tensor:
@@ -69,24 +54,6 @@ def plain_log_ratio(policy: PreTrainedModel, reference: PreTrainedModel, prompt:
     with torch.no_grad():
         expected = logp(reference)
     return logp(policy) - expected
-
-
-def gradients(
-    examples: Sequence[Example], objective: Objective, layout: Layout, split: Sequence[int]
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The step's gradient and metrics, with these micro-batches."""
-    policy_model, reference_model = models()
-    policy = train_engine(policy_model, layout, torch.float64, TrainingArgs(learning_rate=1e-3))
-    reference = infer_engine(reference_model, layout, torch.float64)
-    micro_batches, start = [], 0
-    for size in split:
-        ids = np.arange(start, start + size)
-        batch = ExampleBatch(ids, tuple(examples[start : start + size]))
-        micro_batches.append(MicroBatch(batch, reference.score(batch)))
-        start += size
-    metrics, _, _ = policy.accumulate(micro_batches, objective, len(examples))
-    found = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
-    return found, {name: metric.mean for name, metric in metrics.items()}
 
 
 def expected_gradients(loss: Callable[[Callable[..., Tensor]], Tensor]) -> tuple[dict[str, Tensor], float]:
@@ -121,9 +88,6 @@ def kto(log_ratio: Callable[..., Tensor]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-KTO = Objective(((make_loss("kto", {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.9}), 1.0),))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_a_step_of_kto_is_the_formula_for_every_micro_batching(layout, split):
@@ -133,6 +97,16 @@ def test_a_step_of_kto_is_the_formula_for_every_micro_batching(layout, split):
     assert_equal(found, whole)
     assert_equal(found, expected, TOLERANCES[layout])
     assert metrics["loss"] == pytest.approx(value, abs=TOLERANCES[layout])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "split"), [(2, (3,)), (2, (1, 2)), (4, (1, 1))], ids=str)
+def test_a_step_of_kto_is_the_formula_on_any_number_of_ranks(pool_of, num_ranks, split, layout):
+    expected, value = expected_gradients(kto)
+    for found, metrics in pool_of(num_ranks).run(kto_gradients, layout, split):
+        assert_equal(found, expected, TOLERANCES[layout])
+        assert metrics["loss"] == pytest.approx(value, abs=TOLERANCES[layout])
 
 
 def test_a_mismatched_answer_without_scored_tokens_does_not_count():
