@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,13 +24,15 @@ from tests.support.engines.fp64_steps import (
     tokens,
     with_mismatched_answers,
 )
-from tests.support.tiny_chat_model import save_tiny_chat_model
+from tests.support.tiny_chat_model import quickstart_rows, save_tiny_chat_model
 from tests.support.tiny_models import VOCAB, tiny_model
 from tests.support.tiny_run import noise_labels
+from thresher.config import parse_config
 from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan, rotate
 from thresher.data.example import Example, ExampleBatch, Response
 from thresher.engines.native.build import infer_engine
 from thresher.losses import Objective, make_loss
+from thresher.pipeline import DPOPipeline
 
 # sums of losses over examples divided by their number: how many examples each micro-batch has
 SPLITS = [(6,), (3, 3), (1,) * 6, (4, 1, 1)]
@@ -279,3 +282,41 @@ def test_loss_and_gradients_are_those_of_trl_in_one_micro_batch(loss, tmp_path):
         found, metrics = gradients(alone, objective, LAYOUTS["shared"], (6,))
     assert metrics["loss"] == pytest.approx(expected_loss.item(), abs=1e-5)
     assert_equal({name: each.float() for name, each in found.items()}, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_rows_in_the_format_of_llama_factorys_kto_demo_train_and_separate(tmp_path):
+    """Whole conversations with a label, the polite answer of a prompt or the rude one."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["chosen" if at % 2 else "rejected"]},
+            ],
+            "label": bool(at % 2),
+        }
+        for at, row in enumerate(quickstart_rows(200))
+    ]
+    file = tmp_path / "kto_en_demo.json"
+    file.write_text(json.dumps(rows))
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "cache_dir": str(tmp_path / "cache"),
+        "pretrain": str(save_tiny_chat_model(tmp_path / "model")),
+        "pref_loss": "kto",
+        "max_steps": 40,
+        "save_strategy": "no",
+        "sequence_length": 512,
+        "track_with": [],
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "data_args": {"file_name": str(file), "template": "raw"},
+            "training_args": {"learning_rate": 2e-3, "global_batch_size": 16},
+        },
+        "validation": {"split": 0.2},
+        "eval_steps": 40,
+    }
+    metrics = DPOPipeline(parse_config(values)).run()
+    assert metrics["eval/rewards/chosen"] > 0.0 > metrics["eval/rewards/rejected"]
+    assert metrics["eval/rewards/margins"] > 0.5
+    assert metrics["eval/loss"] < 0.4
