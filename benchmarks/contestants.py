@@ -35,7 +35,7 @@ from thresher.models.logps import PairModel
 from thresher.models.optimizations.compile import Compilation
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
-from thresher.reference.scorers import PrecomputedReference, Reference
+from thresher.reference.scorers import Precomputed, Reference, precomputed
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.trainer import RankTrainer
 
@@ -98,15 +98,15 @@ def write_store(pairs: Sequence[Example], directory: Path, kind: Kind = "pairs")
     return ExampleStore.open(directory)
 
 
-def score_reference(column: Column, store: Examples, plan: Plan) -> PrecomputedReference:
+def score_reference(column: Column, store: Examples, plan: Plan) -> Precomputed:
     """Score every pair with the reference; all contestants that precompute use these logps."""
     scorer = infer_engine(column.reference(), PackedLayout(shares_prompt=True), column.dtype)
     cache = ReferenceCache(Path(tempfile.mkdtemp()), ReferenceFingerprint("", "", "", ""), "random weights")
-    reference = PrecomputedReference(
+    reference = precomputed(
         cache,
         store,
         plan.visited_pairs(),
-        blocks=Blocks.by_pairs(len(store), plan.pairs_per_step),
+        blocks_of=lambda lengths: Blocks.by_pairs(len(lengths), plan.pairs_per_step),
         device=torch.device("cpu"),
         num_visits=plan.num_visits,
     )
@@ -119,7 +119,7 @@ def thresher_trainer(
     store: Examples,
     plan: Plan,
     layout: Layout,
-    reference: PrecomputedReference,
+    reference: Precomputed,
     *,
     loss: str = "sigmoid",
     max_tokens: int | None = DEFAULT_TOKENS_PER_MICRO_BATCH,
@@ -174,9 +174,7 @@ def thresher_step(trainer: RankTrainer) -> Step:
     return step
 
 
-def bare_step(
-    column: Column, pairs: Sequence[Example], plan: Plan, reference: PrecomputedReference, layout: Layout
-) -> Step:
+def bare_step(column: Column, pairs: Sequence[Example], plan: Plan, reference: Precomputed, layout: Layout) -> Step:
     """Make a step with the layout functions alone: collate, score, loss, backward, clip, AdamW."""
     model = column.model()
     pair_model = PairModel.for_layout(model, column.dtype, layout)
@@ -204,7 +202,7 @@ def trl_step(
     plan: Plan,
     *,
     checkpointing: bool,
-    reference: PrecomputedReference | None,
+    reference: Precomputed | None,
     force_compact_head: bool,
 ) -> Step:
     """Make a step with TRL's DPOTrainer: its training_step, clipping and optimizer, without the rest of its loop.

@@ -19,10 +19,16 @@ DATA: dict[str, list[dict[str, Any]]] = {
     "pairs": ROWS,
     "margins": [{**row, "margin": 1.5} for row in ROWS],
     "labels": [{"prompt": row["prompt"], "completion": row["chosen"], "label": at % 2} for at, row in enumerate(ROWS)],
+    "answers": [
+        {"prompt": row["prompt"], "completion": row["chosen"], "is_good": at % 2} for at, row in enumerate(ROWS)
+    ],
+    "desirable": [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS],
+    "undesirable": [{"prompt": row["prompt"], "completion": row["rejected"], "label": False} for row in ROWS],
     "lists": [
         {"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "scores": [2.0, 1.0]} for row in ROWS
     ],
 }
+DATA["list margins"] = [{**row, "margin": 1.5} for row in DATA["lists"]]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inputs_of(directory: Path, train: str, validation: str | None = None, **changes: Any) -> RunInputs:
+    """The inputs of a run on these files, or on the stores prepared from them where the name ends in `.store`."""
+
     def data(name: str) -> dict[str, Any]:
+        if name.endswith(".store"):
+            prepared = inputs_of(directory, name.removesuffix(".store"), pref_loss="sft")
+            prepared.open()
+            return {"data_args": {"store": str(prepared.train.path)}}
         return {"data_args": {"file_name": str(directory / f"{name}.jsonl"), "template": "raw"}}
 
     values = {
@@ -58,6 +70,20 @@ def inputs_of(directory: Path, train: str, validation: str | None = None, **chan
         ("pairs", "labels", {"pref_loss": "sft"}, "has pairs, but the validation data in .* has labelled responses"),
         ("pairs", "lists", {"pref_loss": "aot"}, "aot compares all pairs of a step, which lists do not have"),
         ("margins", "pairs", {"pref_loss": "rpo_sq"}, "rpo_sq fits the differences of scores, and .* has none"),
+        ("list margins", None, {"pref_loss": "rpo_bwd_kl"}, "rpo_bwd_kl fits the differences .* a column `margin` too"),
+        *(
+            (
+                *data,
+                {"pref_loss": loss},
+                r"needs a label per response, and .*answers.jsonl was read in format answered_completions, which has "
+                r"none \(it ignores is_good\); write true or false to a column `label`",
+            )
+            for data, loss in (
+                (("answers", None), "kto"),
+                (("answers", None), {"bco": 1.0, "sft": 0.1}),
+                (("labels", "answers"), "apo_zero_unpaired"),
+            )
+        ),
         ("pairs", None, {"comparisons": "adjacent"}, "comparisons=adjacent has no effect on pairs"),
         ("labels", None, {"pref_loss": "kto", "comparisons": "adjacent"}, "comparisons=adjacent has no effect on kto"),
         (
@@ -91,6 +117,8 @@ def test_a_loss_that_cannot_read_the_data_is_refused(directory, train, validatio
         ("pairs", "lists", {}),
         ("lists", "pairs", {"comparisons": "adjacent"}),
         ("lists", "lists", {"pref_loss": {"plackett_luce": 1.0, "sft": 0.1}, "comparisons": "best_worst"}),
+        ("list margins", None, {}),
+        ("answers", None, {"pref_loss": "sft"}),
         ("labels", "labels", {"pref_loss": "kto", "metric_for_best_model": "eval/rewards/margins"}),
     ],
 )
@@ -98,9 +126,27 @@ def test_a_loss_on_pairs_reads_lists_too(directory, train, validation, changes):
     inputs_of(directory, train, validation, **changes).open()
 
 
+@pytest.mark.parametrize("loss", ["kto", "sft"])
+@pytest.mark.parametrize("label", ["desirable", "undesirable"])
+def test_labels_of_one_kind_are_a_warning_for_a_loss_on_labels(directory, caplog, loss, label):
+    inputs_of(directory, label, pref_loss=loss).open()
+    assert (f"every response is labelled {label}" in caplog.text) == (loss == "kto")
+
+
+def checked_stores(directory: Path, train: str, validation: str, **changes: Any) -> list[str]:
+    """The problems that the check before a run finds."""
+    return [str(each) for each in check_stores(inputs_of(directory, train, validation, **changes))]
+
+
 def test_the_check_before_a_run_finds_a_store_that_the_loss_cannot_read(directory):
-    prepared = inputs_of(directory, "pairs")
-    prepared.open()
-    role = {"data_args": {"store": str(prepared.train.path)}, "training_args": {"global_batch_size": 4}}
-    inputs = inputs_of(directory, "pairs", pref_loss="kto", actor_train=role)
-    assert ["kto reads single responses with a label" in str(each) for each in check_stores(inputs)] == [True]
+    (problem,) = checked_stores(directory, "pairs.store", "labels", pref_loss="kto")
+    assert "kto reads single responses with a label" in problem
+    (problem,) = checked_stores(directory, "labels", "pairs.store", pref_loss="kto")
+    assert "kto reads single responses with a label" in problem
+    (problem,) = checked_stores(directory, "pairs.store", "labels.store", pref_loss="sft")
+    assert "but the validation data in" in problem
+
+
+@pytest.mark.parametrize("train", ["lists", "lists.store"])
+def test_the_check_before_a_run_accepts_lists_validated_on_pairs(directory, train):
+    assert checked_stores(directory, train, "pairs.store", comparisons="adjacent") == []

@@ -107,6 +107,20 @@ def test_responses_are_sorted_by_score_and_equal_ones_keep_their_order() -> None
     assert found.values == (3, 2, 1, 1)
 
 
+def test_the_scores_of_a_row_are_the_first_key_that_all_responses_have() -> None:
+    items = [{"text": "a", "score": 8, "rank": 1}, {"text": "b", "score": None, "rank": 2}]
+    assert read({"prompt": "Why?", "completions": items}, "lists").values == (-1, -2)
+
+
+@pytest.mark.parametrize("label", [{}, {"label": True}])
+def test_a_rejected_answer_next_to_a_completion_is_not_dropped(label) -> None:
+    row = {"prompt": "Why?", "completion": "Because.", "rejected": "No.", **label}
+    with pytest.raises(UserError, match=r"no chosen column\. Name your columns with chosen_key="):
+        detect_format(row, {}, "here")
+    assert detect_format(row, {"chosen": "completion"}, "here").kind == "pairs"
+    assert detect_format({**row, "rejected": None}, {}, "here").kind == "labels"
+
+
 def test_two_completions_of_different_rank_stay_a_pair() -> None:
     completions = [{"rank": 1, "completion": [say("No.")]}, {"rank": 0, "completion": [say("Because.")]}]
     found = read({"context": WHY, "completions": completions}, "pairs")
@@ -122,6 +136,11 @@ def test_two_completions_of_different_rank_stay_a_pair() -> None:
         ({"completions": ["a", "b"], "scores": [1]}, "`scores` must be a list with a number for each response"),
         ({"completions": ["a", "b"], "scores": [1, "high"]}, "`score` must be a number, got 'high'"),
         ({"completions": ["a", "b"], "scores": [1, float("inf")]}, "`score` must be a finite number"),
+        ({"completions": ["a", "b"], "scores": [1, None]}, "not every response of `completions` has a number `score`"),
+        (
+            {"completions": [{"text": "a", "score": 8, "rank": None}, {"text": "b", "score": None, "rank": 2}]},
+            "not every response of `completions` has a number `score or rank`; write the same key into each",
+        ),
         ({"completions": [{"score": 1}]}, "a response of `completions` has no text; name it completion"),
         ({"completions": [{"text": 5, "score": 1}]}, "`response 1` must be text or messages, got int"),
         ({"completions": ["a"] * 257, "scores": [1] * 257}, f"257 responses; the limit is {MAX_RESPONSES}"),

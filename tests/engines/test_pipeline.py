@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.engines.config_runs import train_from_config
+from tests.support.engines.config_runs import config_of, train_from_config
 from tests.support.engines.parity import (
     NUM_STEPS,
     Case,
     Outcome,
-    objective_of,
     save_model,
     train_parallel,
     train_single_process,
@@ -21,6 +20,7 @@ from tests.support.engines.parity import (
 from tests.support.engines.parity_cases import INTERLEAVED, PIPELINES, TWO_STAGES
 from tests.support.engines.pipeline_runs import check_logps, max_held_inputs, one_step
 from tests.support.tiny_models import tiny_model
+from thresher.builders.engines import check_engine
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.parallelize import partition_layers
 from thresher.errors import UserError
@@ -131,14 +131,28 @@ def test_lora_in_stages_trains_as_in_one_process(four_ranks, model_dirs, axes):
     assert alone.metrics[NUM_STEPS - 1]["loss"] != pytest.approx(alone.metrics[0]["loss"], abs=1e-3)
 
 
+def test_dropout_with_a_loss_that_scores_steps_twice_is_rejected(model_dirs):
+    def check(loss: str, dropout: float, **axes: int) -> None:
+        config = config_of(model_dirs("llama")[0], 2, axes, lora_rank=4, lora_dropout=dropout)
+        check_engine(config.model_copy(update={"pref_loss": loss}), "actor_train")
+
+    with pytest.raises(UserError, match=r"actor_train.model_args.lora_dropout to 0, or .*pp_size to 1"):
+        check("aot", 0.1, pp_size=2)
+    check("aot", 0.0, pp_size=2)
+    check("aot", 0.1, tp_size=2)
+    check("kto", 0.1, pp_size=2)
+
+
 @pytest.mark.distributed
-def test_dropout_with_a_coupled_loss_is_rejected(two_ranks, model_dirs):
+def test_kto_trains_with_dropout_in_stages(two_ranks, model_dirs):
+    lora = {"loss": "kto", "lora_rank": 4, "lora_dropout": 0.5}
     path = model_dirs("llama")[0]
-    assert objective_of("aot").couples_pairs
-    with pytest.raises(AssertionError, match="set lora_dropout to 0 or pp_size to 1"):
-        two_ranks.run(
-            partial(train_from_config, path, {"pp_size": 2}, "shared", loss="aot", lora_rank=4, lora_dropout=0.1)
-        )
+    alone = train_from_config(path, {}, "shared", **lora)
+    first, last = two_ranks.run(partial(train_from_config, path, {"pp_size": 2}, "shared", **lora))
+    assert first.metrics == last.metrics
+    assert last.metrics[0] == pytest.approx(alone.metrics[0], abs=1e-5)  # an adapter that starts at 0 changes nothing
+    assert all(norm > 0.0 for norm in last.grad_norms)
+    assert last.skipped_steps == 0
 
 
 @pytest.mark.distributed

@@ -276,3 +276,39 @@ def test_the_loss_of_a_list_is_the_mean_over_its_comparisons_each_with_the_margi
     assert output.per_pair.tolist() == pytest.approx(means, abs=1e-12)
     assert float(output.metrics["rewards/margins"].count) == sum(map(len, expected))
     assert float(output.metrics["loss"].mean) == pytest.approx(sum(means) / 3, abs=1e-12)
+
+
+# the three best responses of the second example are equally good
+TIED = [[4.0, 3.0, 3.0, 1.0], [2.0, 2.0, 0.0, 0.0], [9.0, 8.5, 2.0, 0.0]]
+TIED_LENGTHS = [[3, 4, 2, 5], [2, 1, 3, 0], [5, 3, 1, 0]]
+
+
+@pytest.mark.parametrize("comparisons", ["all", "adjacent", "best_worst", "best_rest"])
+@pytest.mark.parametrize(
+    ("losses", "settings"),
+    [
+        ({"sft": 0.5}, {}),
+        ({"sigmoid": 1.0, "sft": 0.5}, {}),
+        ({"sigmoid": 1.0}, {"rpo_alpha": 0.5}),
+        ({"plackett_luce": 1.0, "sft": 0.5}, {}),
+    ],
+    ids=["sft", "sigmoid + sft", "sigmoid + rpo_alpha", "plackett_luce + sft"],
+)
+def test_the_likelihood_term_of_a_list_is_that_of_its_best_response(losses, settings, comparisons):
+    inputs = random_examples(TIED_LENGTHS, TIED)
+    terms = tuple((make_loss(name, {}), weight) for name, weight in losses.items())
+    found = Objective(terms, comparisons=comparisons, **settings)(inputs).per_pair
+    without = tuple(each for each in terms if each[0].name != "sft")
+    rest = Objective(without, comparisons=comparisons)(inputs).per_pair if without else torch.zeros_like(found)
+    means = [[-m for m in (each.sums() / each.lengths.clamp(min=1)).tolist()] for each in inputs.policy.sides]
+    best = [means[0][0], (means[0][1] + means[1][1]) / 2, means[0][2]]
+    assert (found - rest).tolist() == pytest.approx([0.5 * each for each in best], abs=1e-12)
+
+
+def test_the_likelihood_term_of_a_list_has_a_gradient_in_the_best_responses_alone():
+    inputs = random_examples(TIED_LENGTHS, TIED)
+    objective_of("sft")(inputs).per_pair.sum().backward()
+    first, second, *others = (each.values.grad.tolist() for each in inputs.policy.sides)
+    assert first == pytest.approx([-1 / 3] * 3 + [-1 / 4] * 2 + [-1 / 5] * 5)
+    assert second == pytest.approx([0.0] * 4 + [-1 / 2] + [0.0] * 3)
+    assert not any(map(any, others))

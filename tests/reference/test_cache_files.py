@@ -6,13 +6,18 @@ import os
 import subprocess
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.forks import python
 from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
+from tests.support.tiny_run import PairsInMemory, noise_labels
+from thresher.data.batching.batches import Blocks
+from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
 from thresher.reference import cache as cache_files
@@ -27,6 +32,7 @@ from thresher.reference.cache import (
     verify_shard,
     write_shard,
 )
+from thresher.reference.scorers import MismatchedReference, precomputed
 
 PAIRS = 50
 SMALL = 1200  # bytes: about six blocks of four pairs
@@ -396,3 +402,52 @@ def test_a_cache_of_another_reference_is_not_read(tmp_path):
     assert lookup(tmp_path, pairs).num_missing == 8
     other.rename(cache.directory)
     assert lookup(tmp_path, pairs).num_missing == 0
+
+
+def test_kto_scores_each_answer_once_and_mismatched_ones_once_per_seed_and_epoch(tmp_path):
+    labels = noise_labels(10)
+
+    def look_up(seed: int, num_steps: int) -> tuple[MismatchedAnswers, MismatchedReference]:
+        visits = MismatchedAnswers(labels, plan := VisitPlan(10, seed, pairs_per_step=4, num_steps=num_steps))
+        reference = precomputed(
+            open_cache(tmp_path),
+            visits,
+            plan.visited_pairs(),
+            blocks_of=lambda lengths: Blocks.by_pairs(len(lengths), 1),
+            device=torch.device("cpu"),
+            num_visits=plan.num_visits,
+        )
+        assert isinstance(reference, MismatchedReference)
+        return visits, reference
+
+    _, reference = look_up(seed=0, num_steps=6)  # two epochs
+    list(reference.iter_score_missing(synthetic_logps))
+    assert (reference.own.num_scored, reference.mismatched.num_scored) == (10, 20)
+    _, reference = look_up(seed=0, num_steps=6)
+    assert reference.num_missing == 0
+    visits, reference = look_up(seed=1, num_steps=6)
+    assert reference.own.num_missing == 0
+    assert 0 < reference.mismatched.num_missing <= 20
+    list(reference.iter_score_missing(synthetic_logps))
+    batch = visits.read(np.arange(20))
+    expected = synthetic_logps(batch)
+    for found, side in zip(reference.logps(batch).sides, expected.sides, strict=True):
+        assert found.lengths.tolist() == side.lengths.tolist()
+        torch.testing.assert_close(found.values, side.values, atol=1e-4, rtol=0)
+
+
+def test_an_example_without_a_mismatched_answer_has_the_logps_of_its_own_alone(tmp_path):
+    labels = noise_labels(2).pairs
+    one_prompt = PairsInMemory([replace(each, prompt_ids=labels[0].prompt_ids) for each in labels])
+    visits = MismatchedAnswers.in_one_step(one_prompt)
+    reference = precomputed(
+        open_cache(tmp_path),
+        visits,
+        None,
+        blocks_of=lambda lengths: Blocks.by_pairs(len(lengths), 2),
+        device=torch.device("cpu"),
+        num_visits=2,
+    )
+    list(reference.iter_score_missing(synthetic_logps))
+    (found,) = reference.logps(visits.read(np.arange(2))).sides
+    assert found.lengths.tolist() == one_prompt.lengths[:, 1].tolist()

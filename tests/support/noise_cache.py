@@ -45,12 +45,13 @@ class NoisePairs:
 def synthetic_logps(batch: ExampleBatch) -> ExampleLogps:
     """A value per token that depends on the pair and, in its last bits, on the size of the batch."""
 
-    def side(responses: list[np.ndarray]) -> ResponseLogps:
+    def side(number: int) -> ResponseLogps:
+        responses = [pair.responses[number].ids for pair in batch.pairs]
         values = np.concatenate([-(np.sin(ids + 1.0) ** 2) for ids in responses]) * (1 + 1e-6 * len(batch))
         lengths = torch.tensor([len(ids) for ids in responses])
         return ResponseLogps(torch.from_numpy(values.astype(np.float32)), lengths)
 
-    return ExampleLogps.of(side([p.chosen.ids for p in batch.pairs]), side([p.rejected.ids for p in batch.pairs]))
+    return ExampleLogps(tuple(side(number) for number in range(batch.num_sides)))
 
 
 def open_cache(root: Path) -> ReferenceCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,37 +10,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.support.tiny_chat_model import save_tiny_chat_model
+from tests.support.engines.fp64_steps import (
+    KTO,
+    LAYOUTS,
+    gradients,
+    kto_gradients,
+    models,
+    tokens,
+    with_mismatched_answers,
+)
+from tests.support.tiny_chat_model import quickstart_rows, save_tiny_chat_model
 from tests.support.tiny_models import VOCAB, tiny_model
-from thresher.config.roles import TrainingArgs
-from thresher.data.batching.mismatched import VisitPlan, rotate
+from tests.support.tiny_run import noise_labels
+from thresher.config import parse_config
+from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan, rotate
 from thresher.data.example import Example, ExampleBatch, Response
-from thresher.engines.accumulate import MicroBatch
-from thresher.engines.native.build import infer_engine, train_engine
+from thresher.engines.native.build import infer_engine
 from thresher.losses import Objective, make_loss
-from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.pipeline import DPOPipeline
 
-LAYOUTS = {"shared": PackedLayout(True), "packed": PackedLayout(False), "padded": PaddedLayout(pad_id=0)}
-LABELS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 # sums of losses over examples divided by their number: how many examples each micro-batch has
 SPLITS = [(6,), (3, 3), (1,) * 6, (4, 1, 1)]
-
-
-def tokens(draw: np.random.Generator, most: int) -> np.ndarray:
-    return draw.integers(3, VOCAB, draw.integers(1, most + 1)).astype(np.int32)
-
-
-def with_mismatched_answers() -> list[Example]:
-    """Labelled examples, each with the answer of the one before it."""
-    draw = np.random.default_rng(0)
-    prompts, answers = [tokens(draw, 4) for _ in LABELS], [tokens(draw, 6) for _ in LABELS]
-    return [
-        Example(prompt, (Response(answer, value=label), Response(answers[at - 1], value=0.0)))
-        for at, (prompt, answer, label) in enumerate(zip(prompts, answers, LABELS, strict=True))
-    ]
 
 
 def ranked(counts: Sequence[int] = (4, 2, 3, 2, 4, 3)) -> list[Example]:
@@ -48,11 +44,6 @@ def ranked(counts: Sequence[int] = (4, 2, 3, 2, 4, 3)) -> list[Example]:
         Example(tokens(draw, 4), tuple(Response(tokens(draw, 6), value=float(-rank)) for rank in range(count)))
         for count in counts
     ]
-
-
-def models() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Policy and reference, different weights."""
-    return tiny_model("llama").double(), tiny_model("llama", seed=1).double()
 
 
 def plain_log_ratio(policy: PreTrainedModel, reference: PreTrainedModel, prompt: np.ndarray, ids: np.ndarray) -> Tensor:
@@ -66,24 +57,6 @@ def plain_log_ratio(policy: PreTrainedModel, reference: PreTrainedModel, prompt:
     with torch.no_grad():
         expected = logp(reference)
     return logp(policy) - expected
-
-
-def gradients(
-    examples: Sequence[Example], objective: Objective, layout: Layout, split: Sequence[int]
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The step's gradient and metrics, with these micro-batches."""
-    policy_model, reference_model = models()
-    policy = train_engine(policy_model, layout, torch.float64, TrainingArgs(learning_rate=1e-3))
-    reference = infer_engine(reference_model, layout, torch.float64)
-    micro_batches, start = [], 0
-    for size in split:
-        ids = np.arange(start, start + size)
-        batch = ExampleBatch(ids, tuple(examples[start : start + size]))
-        micro_batches.append(MicroBatch(batch, reference.score(batch)))
-        start += size
-    metrics, _, _ = policy.accumulate(micro_batches, objective, len(examples))
-    found = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
-    return found, {name: metric.mean for name, metric in metrics.items()}
 
 
 def expected_gradients(loss: Callable[[Callable[..., Tensor]], Tensor]) -> tuple[dict[str, Tensor], float]:
@@ -118,9 +91,6 @@ def kto(log_ratio: Callable[..., Tensor]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-KTO = Objective(((make_loss("kto", {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.9}), 1.0),))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_a_step_of_kto_is_the_formula_for_every_micro_batching(layout, split):
@@ -130,6 +100,16 @@ def test_a_step_of_kto_is_the_formula_for_every_micro_batching(layout, split):
     assert_equal(found, whole)
     assert_equal(found, expected, TOLERANCES[layout])
     assert metrics["loss"] == pytest.approx(value, abs=TOLERANCES[layout])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "split"), [(2, (3,)), (2, (1, 2)), (4, (1, 1))], ids=str)
+def test_a_step_of_kto_is_the_formula_on_any_number_of_ranks(pool_of, num_ranks, split, layout):
+    expected, value = expected_gradients(kto)
+    for found, metrics in pool_of(num_ranks).run(kto_gradients, layout, split):
+        assert_equal(found, expected, TOLERANCES[layout])
+        assert metrics["loss"] == pytest.approx(value, abs=TOLERANCES[layout])
 
 
 def test_a_mismatched_answer_without_scored_tokens_does_not_count():
@@ -209,17 +189,48 @@ def test_the_visits_of_a_plan_are_numbered_without_gaps_where_epochs_end_with_a_
     ("prompts", "expected"),
     [
         ("abcd", [3, 0, 1, 2]),
-        ("aabb", [3, 3, 1, 1]),
-        ("abba", [2, 0, 0, 2]),
-        ("aab", [2, 2, 1]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abba", [1, 0, 3, 2]),
+        ("abcb", [3, 2, 1, 0]),
+        ("aab", [2, 2, 0]),
+        ("abaca", [1, 0, 3, 2, 1]),
         ("aaaa", [-1] * 4),
         ("a", [-1]),
     ],
 )
-def test_a_mismatched_answer_is_the_nearest_before_it_with_a_different_prompt(prompts, expected):
-    ids = np.arange(100, 100 + len(prompts))
-    found = rotate(ids, np.array([each.encode() * 16 for each in prompts], dtype="V16"))
-    assert found.tolist() == [at if at < 0 else 100 + at for at in expected]
+def test_a_mismatched_answer_is_that_of_a_different_prompt_and_the_one_before_if_all_differ(prompts, expected):
+    assert rotate(np.array([each.encode() * 16 for each in prompts], dtype="V16")).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=24))
+def test_mismatched_answers_are_a_permutation_of_the_answers_wherever_one_exists(numbers):
+    prompts = np.array(numbers)
+    found = rotate(np.array([bytes([each]) * 16 for each in numbers], dtype="V16"))
+    if len(set(numbers)) == 1:
+        assert (found == -1).all()
+        return
+    assert (prompts[found] != prompts).all()
+    most = max(map(numbers.count, numbers))
+    if 2 * most <= len(numbers):
+        assert sorted(found) == list(range(len(numbers)))
+    else:  # all answers to rarer prompts, equally often
+        uses = np.bincount(found, minlength=len(numbers))[prompts != np.bincount(prompts).argmax()]
+        assert uses.max() - uses.min() <= 1
+
+
+def test_visits_of_several_steps_are_those_of_each_step():
+    plan = VisitPlan(10, seed=0, pairs_per_step=4, num_steps=8)
+    visits = MismatchedAnswers(noise_labels(10), plan)
+    steps = [plan.pair_ids(step) for step in range(8)]
+    assert np.asarray(visits.lengths).tolist() == [row for step in steps for row in visits.lengths[step].tolist()]
+    for part in (visits.examples_of, visits.others_of, visits.lengths_of):
+        of_all = np.concatenate([part(step) for step in steps])
+        for order in (np.arange(28), np.random.default_rng(0).permutation(28), np.array([], dtype=np.int64)):
+            assert (part(order) == of_all[order]).all()
+    for step, ids in enumerate(steps):
+        assert visits.examples_of(ids).tolist() == plan.example_ids(step).tolist()
+        for example, width in zip(visits.read(ids).pairs, visits.lengths[ids], strict=True):
+            assert [len(example.prompt_ids), *(len(each.ids) for each in example.responses)] == width.tolist()
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
@@ -271,3 +282,41 @@ def test_loss_and_gradients_are_those_of_trl_in_one_micro_batch(loss, tmp_path):
         found, metrics = gradients(alone, objective, LAYOUTS["shared"], (6,))
     assert metrics["loss"] == pytest.approx(expected_loss.item(), abs=1e-5)
     assert_equal({name: each.float() for name, each in found.items()}, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_rows_in_the_format_of_llama_factorys_kto_demo_train_and_separate(tmp_path):
+    """Whole conversations with a label, the polite answer of a prompt or the rude one."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["chosen" if at % 2 else "rejected"]},
+            ],
+            "label": bool(at % 2),
+        }
+        for at, row in enumerate(quickstart_rows(200))
+    ]
+    file = tmp_path / "kto_en_demo.json"
+    file.write_text(json.dumps(rows))
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "cache_dir": str(tmp_path / "cache"),
+        "pretrain": str(save_tiny_chat_model(tmp_path / "model")),
+        "pref_loss": "kto",
+        "max_steps": 40,
+        "save_strategy": "no",
+        "sequence_length": 512,
+        "track_with": [],
+        "actor_train": {
+            "model_args": {"dtype": "fp32"},
+            "data_args": {"file_name": str(file), "template": "raw"},
+            "training_args": {"learning_rate": 2e-3, "global_batch_size": 16},
+        },
+        "validation": {"split": 0.2},
+        "eval_steps": 40,
+    }
+    metrics = DPOPipeline(parse_config(values)).run()
+    assert metrics["eval/rewards/chosen"] > 0.0 > metrics["eval/rewards/rejected"]
+    assert metrics["eval/rewards/margins"] > 0.5
+    assert metrics["eval/loss"] < 0.4

@@ -115,9 +115,14 @@ def ranked(row: dict[str, str], at: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "to_row"), [("kto", labelled), pytest.param("plackett_luce", ranked, marks=pytest.mark.hand)]
+    ("loss", "to_row"),
+    [
+        ("kto", labelled),
+        pytest.param("plackett_luce", ranked, marks=pytest.mark.hand),
+        pytest.param("bradley_terry", ranked, marks=pytest.mark.slow),
+    ],
 )
-def test_a_killed_run_on_other_examples_than_pairs_equals_an_uninterrupted_one_bitwise(
+def test_a_killed_run_of_labels_lists_or_a_reward_model_equals_an_uninterrupted_one_bitwise(
     tmp_path, tiny_dir, loss, to_row
 ):
     rows = [to_row(row, at) for at, row in enumerate(quickstart_rows(51))]

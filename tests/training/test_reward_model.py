@@ -23,6 +23,7 @@ from transformers import (
 from tests.support.paths import ROOT
 from tests.support.tiny_chat_model import save_tiny_chat_model
 from tests.support.tiny_models import FAMILIES, VOCAB
+from thresher.builders.engines import check_model
 from thresher.builders.export import export_checkpoint
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import build_objective
@@ -241,7 +242,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 @pytest.mark.slow
 def test_held_out_pairs_are_told_apart(trained):
     _, metrics = trained
-    assert metrics["eval/rewards/accuracies"] >= 0.9
+    accuracy = metrics["eval/rewards/accuracies"]
+    print(f"held-out accuracy: {accuracy:.3f}")
+    assert accuracy >= 0.9
 
 
 @pytest.mark.slow
@@ -255,6 +258,14 @@ def test_an_export_has_the_same_scores_in_plain_transformers(trained, tmp_path):
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     with torch.no_grad():
         chosen, rejected = model(**inputs).logits.squeeze(1).chunk(2)
+    (record,) = [
+        record
+        for line in (Path(values["output_dir"]) / "logs" / "eval_pairs.jsonl").read_text().splitlines()
+        if (record := json.loads(line))["step"] == values["max_steps"]
+    ]
+    for name, expected in (("chosen", chosen), ("rejected", rejected)):
+        in_order = expected[record["pairs"]].tolist()
+        assert record[f"rewards/{name}"] == pytest.approx(in_order, abs=1e-4)
     assert metrics["eval/rewards/chosen"] == pytest.approx(chosen.mean().item(), abs=1e-4)
     assert metrics["eval/rewards/rejected"] == pytest.approx(rejected.mean().item(), abs=1e-4)
     assert metrics["eval/rewards/accuracies"] == pytest.approx((chosen > rejected).float().mean().item())
@@ -321,6 +332,14 @@ def test_adapters_are_trained_with_the_head_and_merged_for_export(tmp_path):
     assert metrics["eval/rewards/margins"] == pytest.approx(
         (scored.chosen.sums() - scored.rejected.sums()).mean().item(), abs=1e-4
     )
+
+
+def test_megatron_refuses_reward_models(tmp_path):
+    values = polite(tmp_path)
+    values["actor_train"]["strategy_args"] = {"strategy_name": "megatron_train"}
+    config = parse_config(values)
+    with pytest.raises(UserError, match="actor_train: megatron_train does not train reward models; use fsdp2_train"):
+        check_model(config, "actor_train", config.actor_train)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from tests.support.compared_runs import merge
 from tests.support.tiny_models import replace_side
-from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
+from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_labels, noise_pairs
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.errors import UserError
 
@@ -133,6 +133,26 @@ def test_a_coupled_loss_names_only_the_pair_with_non_finite_logps(different_refe
     assert [[(pair["pair"], pair["fault"]) for pair in record["pairs"]] for record in records(run)] == [
         [(POISONED, "policy logps")]
     ] * 2
+
+
+def test_kto_names_the_example_and_the_one_that_its_answer_stands_next_to(different_reference, model_with_a_nan):
+    """Every loss of the step contains the reference point, and so is NaN."""
+    pairs = with_tokens(noise_labels(12), 0, [7, TOKEN, 9]).pairs
+    # a long one, so that no mismatched answer is cut
+    labels = PairsInMemory([replace_side(pairs[0], 0, ids=np.arange(3, 20, dtype=np.int32)), *pairs[1:]])
+    run = build_run(merge(different_reference, {"pretrain": str(model_with_a_nan), "pref_loss": "kto"}), labels)
+    visits = run.trainer._train
+    steps = [step for step in range(4) if POISONED in visits.plan.example_ids(step)]
+    run.fit()
+    expected = []
+    for step in steps:
+        ids = visits.plan.pair_ids(step)
+        (other,) = visits.examples_of(ids[visits.others_of(ids) == POISONED]).tolist()
+        faults = {POISONED: "policy logps", other: "policy logps of the mismatched answer"}
+        expected.append({at: (hash_pair(labels.pairs[at]).pair.hex(), fault) for at, fault in faults.items()})
+    assert [{each["pair"]: (each["hash"], each["fault"]) for each in record["pairs"]} for record in records(run)] == (
+        expected
+    )
 
 
 def test_a_loss_that_does_not_couple_pairs_names_pairs_of_both_faults(different_reference, model_with_a_nan):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from thresher.builders.objective import trains_rewards
+from thresher.builders.objective import scores_steps_twice, trains_rewards
 from thresher.builders.reference_mode import initial_adapter
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
@@ -64,6 +64,7 @@ def model_spec(
         seed=config.seed,
         is_synced=config.reference.sync_steps is not None,
         is_reward_model=is_policy and trains_rewards(config),
+        scores_steps_twice=is_policy and scores_steps_twice(config),
         trained=trained_parts(args) if is_policy else TrainedParts(),
         adapter=None if adapter is None else AdapterFiles.find(adapter),
     )

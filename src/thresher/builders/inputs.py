@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.builders.data import StoreBuilder, open_stores
 from thresher.builders.engines import trained_parts
-from thresher.builders.objective import build_objective, for_data, trains_rewards
+from thresher.builders.objective import build_objective, for_data, trains_rewards, warn_about_labels
 from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
 from thresher.config.dpo import EVAL_METRICS
@@ -121,6 +121,7 @@ class RunInputs:
     def _stores(self) -> tuple[ExampleStore, ExampleStore | None]:
         stores = open_stores(self.config, self.tokenizer, self._build_store)
         self.objective = for_data(self.objective, *stores)
+        warn_about_labels(self.objective, stores[0])
         if stores[1] is not None:
             # of labelled responses, the margin is the difference of two means
             measured = {f"eval/{name}" for name in (*empty_metrics(self.objective), "rewards/margins")}

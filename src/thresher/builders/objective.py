@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import replace
 
 from thresher.config import DPOConfig
+from thresher.data.prepare.report import report_of
+from thresher.data.rows.formats import FORMATS
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import loss_class, make_losses, parameter_defaults
 from thresher.training.lr_schedule import LRSchedule
 
+logger = logging.getLogger(__name__)
+
+_WITHOUT_LABEL = {each.name for each in FORMATS if each.kind == "labels" and not each.is_labelled}
 _LENGTH_NORMALIZED = {"sigmoid_norm", "ipo", "simpo", "alphapo", "orpo", "sft"}
 
 
@@ -59,6 +65,14 @@ def trains_rewards(config: DPOConfig) -> bool:
     return False
 
 
+def scores_steps_twice(config: DPOConfig) -> bool:
+    """Whether a loss needs the logps of a whole step before its backward; false with an unknown loss."""
+    with suppress(UserError):
+        losses = [loss_class(name) for name in config.loss_weights]
+        return any(each.couples_pairs and not each.reads_mismatched for each in losses)
+    return False
+
+
 def for_data(objective: Objective, train: ExampleStore, validation: ExampleStore | None = None) -> Objective:
     """Return the objective as it reads this data; UserError if it cannot."""
     if validation is not None and (train.kind == "labels") != (validation.kind == "labels"):
@@ -71,15 +85,18 @@ def for_data(objective: Objective, train: ExampleStore, validation: ExampleStore
     if objective.comparisons != "all" and not reads_comparisons:
         what = "pairs" if train.kind == "pairs" else names
         raise UserError(f"comparisons={objective.comparisons} has no effect on {what}; remove it")
-    found = _as_read(objective, train)
+    found = as_read(objective, train)
     if validation is not None:
-        _as_read(objective, validation)
+        as_read(objective, validation)
     return found
 
 
-def _as_read(objective: Objective, store: ExampleStore) -> Objective:
+def as_read(objective: Objective, store: ExampleStore) -> Objective:
+    """Return the objective as it reads one store; UserError if it cannot."""
     names = " + ".join(loss.name for loss, _ in objective.terms)
     if store.kind == "labels":
+        if objective.reads == "labels":
+            _check_labels(names, store)
         return replace(objective, reads_labels=True)
     if objective.reads == "labels":
         raise UserError(
@@ -97,7 +114,37 @@ def _as_read(objective: Objective, store: ExampleStore) -> Objective:
             "set actor_train.data_args.margin_from_scores=true for rows with score_chosen and score_rejected, or use "
             "scored lists"
         )
+    if fitting and store.kind == "lists" and "margin" in store.columns_in_use:
+        raise UserError(
+            f"{fitting[0]} fits the differences of the scores of a list, and {store.path} has a column `margin` too, "
+            "which has no effect; remove the column"
+        )
     return objective
+
+
+def _check_labels(names: str, store: ExampleStore) -> None:
+    """Reject answers without a label, which all count as desirable."""
+    for file in report_of(store).files:
+        if file.shape in _WITHOUT_LABEL:
+            unused = f" (it ignores {', '.join(file.unused_columns)})" if file.unused_columns else ""
+            raise UserError(
+                f"{names} needs a label per response, and {file.name} was read in format {file.shape}, which has "
+                f"none{unused}; write true or false to a column `label`, or train with pref_loss=sft"
+            )
+
+
+def warn_about_labels(objective: Objective, train: ExampleStore) -> None:
+    """Warn if a loss on labels sees only one of them."""
+    if not any(loss.reads == "labels" for loss, _ in objective.terms):
+        return
+    report = report_of(train)
+    if report.desirable in (0, report.pairs_kept):
+        logger.warning(
+            "%s: every response is labelled %s, so the loss only makes responses %s likely; add rows with the other "
+            "label",
+            train.path,
+            *(("desirable", "more") if report.desirable else ("undesirable", "less")),
+        )
 
 
 def build_schedule(config: DPOConfig, num_steps: int) -> LRSchedule:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from thresher.builders.checked_engines import build_checked_reference
@@ -25,7 +24,13 @@ from thresher.models.loading.load import load_model_config
 from thresher.observability.heartbeat import set_activity
 from thresher.reference.cache import ReferenceCache, cache_root
 from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, weights_digest
-from thresher.reference.scorers import LiveReference, PrecomputedReference, Reference, SyncedReference
+from thresher.reference.scorers import (
+    LiveReference,
+    Precomputed,
+    Reference,
+    SyncedReference,
+    precomputed,
+)
 from thresher.reference.step_zero_check import Forwards
 
 logger = logging.getLogger(__name__)
@@ -77,7 +82,7 @@ def build_beside(inputs: RunInputs, policy: TrainEngine) -> Engine:
 
 def look_up(
     inputs: RunInputs, device: torch.device, *, all_pairs: bool = False
-) -> tuple[PrecomputedReference, PrecomputedReference | None]:
+) -> tuple[Precomputed, Precomputed | None]:
     """Look up the training pairs that the run visits, or all of them, and all validation pairs."""
     train, validation, plan = inputs.train_examples, inputs.validation_examples, inputs.plan
     cache = open_cache(inputs.config, str(inputs.frozen_weights))
@@ -87,18 +92,16 @@ def look_up(
         size = DEFAULT_PAIRS_PER_PADDED_BLOCK
     batching = scoring_batching(inputs, size)
 
-    def find(store: Examples, pair_ids: PairIds, num_visits: int) -> PrecomputedReference:
-        blocks = batching.blocks(store.lengths)
-        return PrecomputedReference(cache, store, pair_ids, blocks=blocks, device=device, num_visits=num_visits)
+    def find(examples: Examples, pair_ids: PairIds | None, num_visits: int) -> Precomputed:
+        return precomputed(cache, examples, pair_ids, blocks_of=batching.blocks, device=device, num_visits=num_visits)
 
-    visited = np.arange(len(train), dtype=np.int64) if all_pairs else plan.visited_pairs()
     return (
-        find(train, visited, plan.num_visits),
-        None if validation is None else find(validation, np.arange(len(validation), dtype=np.int64), len(validation)),
+        find(train, None if all_pairs else plan.visited_pairs(), plan.num_visits),
+        None if validation is None else find(validation, None, len(validation)),
     )
 
 
-def score_missing(splits: Sequence[PrecomputedReference], reference: Engine) -> Iterator[ScoringProgress]:
+def score_missing(splits: Sequence[Precomputed], reference: Engine) -> Iterator[ScoringProgress]:
     """Score this rank's blocks that are missing in the cache; yield the progress now and then."""
     shown = -_PROGRESS_INTERVAL
     for what, split in zip(("training", "validation"), splits, strict=False):

@@ -113,7 +113,7 @@ def choose_budget(inputs: RunInputs, gpu: Hardware) -> TokenBudget:
         first = policy_process(config, inputs, model_size(inputs), config.actor_train.num_processes)
         choice = BudgetChoice.of(
             [replace(first, stage=stage) for stage in {0, first.dims.pp - 1}],
-            inputs.train_examples.lengths,
+            np.asarray(inputs.train_examples.lengths),
             inputs.layout,
             config.actor_train.training_args.pairs_per_step(first.dims.num_data_ranks),
         )

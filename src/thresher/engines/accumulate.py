@@ -27,6 +27,7 @@ from thresher.losses.pairs import (
     NO_STATISTICS,
     ExampleLogps,
     ObjectiveInputs,
+    ResponseLogps,
     TokenStatistics,
     concat_pairs,
     empty_logps,
@@ -126,8 +127,9 @@ def accumulate_gradients(
     A rank without pairs in the step has no micro-batches, or empty ones if the ranks run in lockstep (FSDP).
     Raises StepDiscarded if a stop is requested while a slow step runs; the gradients are then incomplete.
     """
+    mismatched: list[ScoredPairs] = []
     if objective.reads_mismatched:
-        point = _reference_point(executor, micro_batches, dp_group, stop_requested)
+        point, mismatched = _reference_point(executor, micro_batches, dp_group, stop_requested)
         objective = replace(objective, reference_point=point)
         micro_batches = [micro.matched for micro in micro_batches]
     if objective.couples_pairs:
@@ -150,7 +152,8 @@ def accumulate_gradients(
     batches = [micro.pairs for micro in micro_batches]
     tokens, of_model = executor.backward(batches, loss_fn, statistics=objective.statistics, loss_scale=loss_scale)
     local = merge_metrics(metrics) or empty_metrics(objective)
-    return local | of_model, tokens, scored_pairs
+    # last: a mismatched answer that is not finite is named, not the loss of its example
+    return local | of_model, tokens, [*scored_pairs, *mismatched]
 
 
 def _reference_point(
@@ -158,26 +161,33 @@ def _reference_point(
     micro_batches: Sequence[MicroBatch],
     dp_group: DataParallelGroup,
     stop_requested: StopRequested,
-) -> float:
-    """KTO's z0: the mean log ratio of the step's mismatched answers over all ranks, at least 0."""
+) -> tuple[float, list[ScoredPairs]]:
+    """KTO's z0: the mean log ratio of the step's mismatched answers over all ranks, at least 0; and their logps."""
     finished = _MicroBatchClock(dp_group, stop_requested)
+    scored_pairs: list[ScoredPairs] = []
     log_ratios: list[Tensor] = []
     counts: list[Tensor] = []
     # forked: the backward draws the same dropout masks as without this forward
     with torch.no_grad(), torch.random.fork_rng():
         for micro in micro_batches:
-            policy = executor.score(micro.mismatched).chosen
+            mismatched = micro.mismatched
+            policy = executor.score(mismatched).chosen
             assert micro.reference is not None  # noqa: S101  # the loss has one
             # indices from the host: a mask on the device would make the host wait for it
             index = torch.tensor([at for at, each in enumerate(micro.pairs.pairs) if len(each.responses) > 1])
             index = copy_to_device(index.long(), policy.values.device)
-            log_ratios.append((policy.sums() - micro.reference.side(1).sums().index_select(0, index)).sum())
+            reference = micro.reference.side(1).sums().index_select(0, index)
+            of_each = policy.sums() - reference
+            log_ratios.append(of_each.sum())
+            one_sum = ExampleLogps.of(ResponseLogps(reference, torch.ones_like(index)))
+            scored = ScoredPairs(mismatched.pair_ids, ExampleLogps.of(policy), one_sum, of_each, are_mismatched=True)
+            scored_pairs.append(scored)
             # an answer that was cut before its first scored token does not count
             counts.append((policy.lengths > 0).sum())
             finished.scored()
     (total, count), _ = dp_group.all_reduce(read_numbers([sum(log_ratios), sum(counts)]))
     point = total / count if count else 0.0
-    return 0.0 if point < 0.0 else point  # a NaN stays one
+    return 0.0 if point < 0.0 else point, scored_pairs  # a NaN stays one
 
 
 def _accumulate_coupled(

@@ -22,7 +22,13 @@ from thresher.data.batching.plan import PairIds
 from thresher.distributed.groups import DataParallelGroup, Metrics
 from thresher.losses.pairs import ExampleLogps
 
-NonFiniteSource = Literal["policy logps", "reference logps", "loss"]
+NonFiniteSource = Literal[
+    "policy logps",
+    "reference logps",
+    "loss",
+    "policy logps of the mismatched answer",
+    "reference logps of the mismatched answer",
+]
 Reason = Literal["loss", "gradient", "overflow"]
 MIN_SCALE = 1.0
 # beyond it the scale would not be finite in fp32
@@ -37,15 +43,18 @@ class ScoredPairs:
     policy: ExampleLogps
     reference: ExampleLogps | None
     per_pair: Tensor
+    are_mismatched: bool = False  # scored for KTO's reference point, which all losses of the step contain
 
     def nonfinite(self) -> dict[int, NonFiniteSource]:
         """The non-finite pairs by id, each with the first non-finite value in the order of computation."""
         reference = _is_nonfinite(self.reference) if self.reference is not None else torch.zeros(len(self.pair_ids))
-        masks: dict[NonFiniteSource, Tensor] = {
-            "policy logps": _is_nonfinite(self.policy),
-            "reference logps": reference,
-            "loss": ~self.per_pair.isfinite(),
-        }
+        policy, loss = _is_nonfinite(self.policy), ~self.per_pair.isfinite()
+        masks: dict[NonFiniteSource, Tensor] = {"policy logps": policy, "reference logps": reference, "loss": loss}
+        if self.are_mismatched:
+            masks = {
+                "policy logps of the mismatched answer": policy,
+                "reference logps of the mismatched answer": reference,
+            }
         found: dict[int, NonFiniteSource] = {}
         for source, mask in masks.items():
             for index in mask.nonzero().flatten().tolist():

@@ -59,6 +59,8 @@ class ModelSpec(Generic[Settings]):
     is_synced: bool = False
     # the policy has a head for rewards, in place of the LM head
     is_reward_model: bool = False
+    # the loss couples the pairs of a step: they are scored once more before the backward, with the same dropout
+    scores_steps_twice: bool = False
     # of the policy alone
     trained: TrainedParts = field(default_factory=TrainedParts)
     # LoRA modules that a frozen model has

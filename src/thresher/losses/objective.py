@@ -180,10 +180,16 @@ class Objective:
     def _of_comparisons(self, inputs: ObjectiveInputs) -> tuple[Tensor, dict[str, MetricSum]]:
         compared = compare(inputs, self.comparisons)
         scores = self._score_pairs(compared.inputs)
-        losses = [weight * loss(scores) for loss, weight in self.terms if loss.reads == "pairs"]
+        # a likelihood term trains on the best response of a list, whatever is compared
+        of_best = scores if compared.is_valid is None else _with_best_response(scores, inputs)
+        losses = [
+            weight * loss(scores if loss.compares_sides else of_best)
+            for loss, weight in self.terms
+            if loss.reads == "pairs"
+        ]
         if self.rpo_alpha:
             # Keeps the chosen side likely: the margin cannot be increased by lowering both sides.
-            losses.append(self.rpo_alpha * scores.mean_chosen_nll)
+            losses.append(self.rpo_alpha * of_best.mean_chosen_nll)
         if self.wpo:
             losses = [_sum(losses) * wpo_weights(compared.inputs.policy)]
         terms = [compared.per_example(_sum(losses), inputs.num_pairs)] if losses else []
@@ -308,6 +314,19 @@ class Objective:
                 f"{_LABELS[modifier]} has no effect on {', '.join(unsupported)}; "
                 f"turn it off, or use a loss that supports it: {', '.join(supported_by)}"
             )
+
+
+def _with_best_response(scores: PairScores, inputs: ObjectiveInputs) -> PairScores:
+    """Replace both sides of each comparison by the best response of its list, as one token of the mean logp.
+
+    Of several equally good responses, it is the mean of their means.
+    """
+    responses = ResponseScores.of(inputs)
+    is_best = responses.is_present & (responses.values == responses.values[:, :1])
+    mean = torch.where(is_best, responses.mean_logps, 0.0).sum(1) / is_best.sum(1).clamp(min=1)
+    mean = mean.repeat(scores.num_pairs // inputs.num_pairs)
+    both, one_token = ChosenRejected(mean, mean), torch.ones_like(mean)
+    return replace(scores, logps=both, chosen_nll=-mean, lengths=ChosenRejected(one_token, one_token))
 
 
 def _sum(losses: list[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from thresher.checkpoint.state import load_weights
 from thresher.data.batching.batches import Blocks
-from thresher.data.batching.mismatched import Examples
+from thresher.data.batching.mismatched import Examples, MismatchedAlone, MismatchedAnswers
 from thresher.data.batching.plan import PairIds
 from thresher.data.example import ExampleBatch
 from thresher.data.store.arrow_schema import hash_pair
-from thresher.data.store.reader import HASH_DTYPE
+from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Lengths
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import Engine, TrainEngine
@@ -63,7 +63,7 @@ class PrecomputedReference:
     def __init__(
         self,
         cache: ReferenceCache,
-        source: Examples,
+        source: ExampleStore | MismatchedAlone,
         pair_ids: PairIds,
         *,
         blocks: Blocks,
@@ -76,7 +76,7 @@ class PrecomputedReference:
         self._cache = cache
         self._source = source
         self._all_blocks = blocks
-        self._device = device
+        self.device = device
         self._num_visits = num_visits
         self._blocks: PairIds = np.unique(blocks.containing(pair_ids))
         sizes = blocks.sizes(self._blocks)
@@ -142,10 +142,12 @@ class PrecomputedReference:
     def logps(self, batch: ExampleBatch) -> ExampleLogps:
         """Read the logps of a micro-batch."""
         if not len(batch):
-            return empty_logps(self._device)
-        found = [self._found.logps(position) for position in self._positions(batch.pair_ids).tolist()]
-        sides = list(itertools.zip_longest(*found, fillvalue=NO_LOGPS))[: batch.num_sides]
-        return ExampleLogps(tuple(_concatenate(side, self._device) for side in sides))
+            return empty_logps(self.device)
+        return _by_side(self.find(batch.pair_ids), batch.num_sides, self.device)
+
+    def find(self, pair_ids: PairIds) -> list[list[Logps]]:
+        """Read the logps of each response of some pairs."""
+        return [self._found.logps(position) for position in self._positions(pair_ids).tolist()]
 
     def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
         is_missing = self._is_wanted & self._found.is_missing()
@@ -192,6 +194,84 @@ def _concatenate(responses: Sequence[Logps], device: torch.device) -> ResponseLo
     return ResponseLogps(copy_to_device(values, device), copy_to_device(lengths, device))
 
 
+@dataclass(frozen=True)
+class MismatchedReference:
+    """Logps of answers, which are scored once for all epochs and runs, and of each visit's mismatched answer."""
+
+    own: PrecomputedReference
+    mismatched: PrecomputedReference
+    visits: MismatchedAnswers
+
+    @property
+    def seconds_per_pair(self) -> float:
+        return self.own.seconds_per_pair + self.mismatched.seconds_per_pair
+
+    @property
+    def num_scored(self) -> int:
+        return self.own.num_scored + self.mismatched.num_scored
+
+    @property
+    def num_missing(self) -> int:
+        return self.own.num_missing + self.mismatched.num_missing
+
+    @property
+    def num_found(self) -> int:
+        return self.own.num_found + self.mismatched.num_found
+
+    def iter_score_missing(
+        self,
+        score: Callable[[ExampleBatch], ExampleLogps],
+        *,
+        dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
+    ) -> Iterator[tuple[int, int]]:
+        """Score the missing blocks of both; yield (blocks done, blocks of this rank) of each."""
+        yield from self.own.iter_score_missing(score, dp_group=dp_group)
+        yield from self.mismatched.iter_score_missing(score, dp_group=dp_group)
+
+    def begin(self, seconds_per_pair: float) -> None:
+        self.own.begin(seconds_per_pair)
+        self.mismatched.begin(0.0)
+
+    def logps(self, batch: ExampleBatch) -> ExampleLogps:
+        if not len(batch):
+            return empty_logps(self.own.device)
+        own, mismatched = self.own.find(self.visits.examples_of(batch.pair_ids)), self.mismatched.find(batch.pair_ids)
+        found = [
+            [*answer, *(other if len(example.responses) > 1 else [])]
+            for example, answer, other in zip(batch.pairs, own, mismatched, strict=True)
+        ]
+        return _by_side(found, batch.num_sides, self.own.device)
+
+
+Precomputed: TypeAlias = PrecomputedReference | MismatchedReference
+
+
+def precomputed(
+    cache: ReferenceCache,
+    examples: Examples,
+    pair_ids: PairIds | None,
+    *,
+    blocks_of: Callable[[Lengths], Blocks],
+    device: torch.device,
+    num_visits: int,
+) -> Precomputed:
+    """Look up examples by their row numbers, or all of them, with the mismatched answers of all visits."""
+
+    def find(source: ExampleStore | MismatchedAlone, ids: PairIds | None) -> PrecomputedReference:
+        ids = np.arange(len(source), dtype=np.int64) if ids is None else ids
+        blocks = blocks_of(source.lengths)
+        return PrecomputedReference(cache, source, ids, blocks=blocks, device=device, num_visits=num_visits)
+
+    if isinstance(examples, MismatchedAnswers):
+        return MismatchedReference(find(examples.store, pair_ids), find(MismatchedAlone(examples), None), examples)
+    return find(examples, pair_ids)
+
+
+def _by_side(found: Sequence[Sequence[Logps]], num_sides: int, device: torch.device) -> ExampleLogps:
+    sides = list(itertools.zip_longest(*found, fillvalue=NO_LOGPS))[:num_sides]
+    return ExampleLogps(tuple(_concatenate(side, device) for side in sides))
+
+
 STEM = "reference"
 
 
@@ -229,9 +309,9 @@ class Reference:
     synced: SyncedReference | None = None
 
     @property
-    def cached(self) -> list[PrecomputedReference]:
+    def cached(self) -> list[Precomputed]:
         """The scorers that read the cache; none outside of mode precompute."""
-        return [each for each in (self.train, self.validation) if isinstance(each, PrecomputedReference)]
+        return [each for each in (self.train, self.validation) if isinstance(each, Precomputed)]
 
     @property
     def num_found(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thresher.data.batching.mismatched import Examples
+from thresher.data.batching.mismatched import Examples, MismatchedAnswers
 from thresher.data.batching.plan import PairIds
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.distributed.groups import DataParallelGroup
@@ -115,6 +115,8 @@ def describe_skipped(
     pairs: tuple[NonFinitePair, ...] = ()
     if nonfinite.is_failure:
         read = store.read(np.array(sorted(nonfinite.pairs), dtype=np.int64) if nonfinite.pairs else pair_ids)
+        if isinstance(store, MismatchedAnswers):
+            read = read.only_side(0)  # the hash of the example in the store
         pairs = tuple(
             NonFinitePair(store.number_in_files(number), hash_pair(pair).pair.hex(), nonfinite.pairs.get(number))
             for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)

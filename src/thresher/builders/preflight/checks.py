@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from thresher.builders.data import check_pairs, data_settings, open_given_store
 from thresher.builders.engines import check_engine, check_model, check_strategy
 from thresher.builders.inputs import RunInputs
-from thresher.builders.objective import build_objective, for_data
+from thresher.builders.objective import as_read, build_objective, for_data
 from thresher.builders.preflight.files import Messages, data_sections, existing_parent, problems_of
 from thresher.builders.reference_mode import (
     reference_has_workers,
@@ -145,12 +145,17 @@ def check_context(inputs: RunInputs) -> Messages:
 
 
 def check_stores(inputs: RunInputs) -> Messages:
-    for args in data_sections(inputs.config).values():
-        if args.store:
-            store = open_given_store(inputs.config, args.store, inputs.tokenizer)
-            yield from problems_of(for_data, inputs.objective, store)
-            for model_config in inputs.model_configs.values():
-                yield from problems_of(check_pairs, inputs.config, inputs.objective, model_config, [store])
+    config, objective = inputs.config, inputs.objective
+    sections = data_sections(config)
+    stores = {
+        name: open_given_store(config, args.store, inputs.tokenizer) for name, args in sections.items() if args.store
+    }
+    if "actor_train" in stores:
+        yield from problems_of(for_data, objective, stores["actor_train"], stores.get("validation"))
+    elif stores:  # whether the settings fit the training data is seen when that is prepared
+        yield from problems_of(as_read, objective, stores["validation"])
+    for model_config in inputs.model_configs.values():
+        yield from problems_of(check_pairs, config, objective, model_config, list(stores.values()))
 
 
 def check_samples(inputs: RunInputs) -> Messages:

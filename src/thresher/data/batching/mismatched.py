@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,33 +15,44 @@ from thresher.data.example import ExampleBatch, Response
 from thresher.data.store.arrow_schema import hash_pair
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
 
+_STEPS_IN_MEMORY = 4  # those of the policy and of a reference that works ahead
+
 
 class VisitPlan(Plan):
     """The steps of a plan, whose pairs are numbered in the order of visits, counting repeats."""
 
     def pair_ids(self, step: int) -> PairIds:
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        start = step_in_epoch * self.pairs_per_step
-        stop = min(start + self.pairs_per_step, self.num_pairs)
-        return epoch * self.num_pairs + np.arange(start, stop, dtype=np.int64)
+        return np.arange(self.first_visit(step), self.first_visit(step + 1), dtype=np.int64)
 
-    def visited_pairs(self) -> PairIds:
-        return np.arange(self.num_visits, dtype=np.int64)
+    def first_visit(self, step: int) -> int:
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_pairs + step_in_epoch * self.pairs_per_step
 
     def example_ids(self, step: int) -> PairIds:
         """Return the row numbers of a step's examples in the store, in plan order."""
         return super().pair_ids(step)
 
+    def visited_pairs(self) -> PairIds:
+        """Return the distinct row numbers of all steps, in ascending order."""
+        return Plan(**vars(self)).visited_pairs()
+
+    def steps_of(self, visits: PairIds) -> PairIds:
+        """Return the step of each visit."""
+        epochs, in_epoch = np.divmod(visits, self.num_pairs)
+        steps: PairIds = epochs * self.steps_per_epoch + in_epoch // self.pairs_per_step
+        return steps
+
 
 class MismatchedAnswers:
     """The visits of a plan, numbered in the order of its steps; each is a labelled example with a second response.
 
-    That response is the answer of the example before it in the step, or of the nearest one with a different prompt, cut
-    to the length of the longest example. A step whose prompts are all equal has none. 40 bytes of memory per visit.
+    That response is the answer of another example of the step with a different prompt (`rotate`), cut to the length of
+    the longest example. A step whose prompts are all equal has none. Steps are computed when they are needed.
     """
 
     def __init__(self, store: ExampleStore, plan: VisitPlan) -> None:
-        self._store, self._plan = store, plan
+        self.store, self.plan = store, plan
+        self._of_step = lru_cache(_STEPS_IN_MEMORY)(self._compute_step)
 
     @classmethod
     def in_one_step(cls, store: ExampleStore) -> MismatchedAnswers:
@@ -49,56 +60,132 @@ class MismatchedAnswers:
         return cls(store, VisitPlan(len(store), seed=0, pairs_per_step=len(store), num_steps=1))
 
     def __len__(self) -> int:
-        return self._plan.num_visits
+        return self.plan.num_visits
 
     def number_in_files(self, visit: int) -> int:
-        return self._store.number_in_files(int(self._examples_and_others[0][visit]))
+        return self.store.number_in_files(int(self.examples_of(np.array([visit]))[0]))
 
-    @cached_property
-    def _examples_and_others(self) -> tuple[PairIds, PairIds]:
-        """The example of each visit, and the one whose answer stands next to its own, -1 for none."""
-        by_step = [self._plan.example_ids(step) for step in range(self._plan.num_steps)]
-        others = [rotate(ids, self._store.prompt_hashes(ids)) for ids in by_step]
-        return np.concatenate(by_step), np.concatenate(others)
-
-    @cached_property
+    @property
     def lengths(self) -> Lengths:
         """Tokens of (prompt, answer, mismatched answer) of each visit."""
-        examples, others = self._examples_and_others
-        lengths = np.take(self._store.lengths, examples, axis=0)
-        room = self._store.longest_pair - lengths[:, 0].astype(np.int64)
-        mismatched = np.where(others < 0, 0, np.minimum(self._store.lengths[others, 1], room))
-        return np.column_stack([lengths[:, :2], mismatched]).astype(lengths.dtype)
+        return cast("Lengths", _VisitLengths(self))
+
+    def examples_of(self, visits: PairIds) -> PairIds:
+        """Return the row number in the store of each visit's example."""
+        return self._take(visits, 0)
+
+    def others_of(self, visits: PairIds) -> PairIds:
+        """Return the row number of the example whose answer stands next to each visit's own; -1 for none."""
+        return self._take(visits, 1)
+
+    def lengths_of(self, visits: PairIds) -> Lengths:
+        return self._take(visits, 2)
+
+    def _take(self, visits: PairIds, part: int) -> npt.NDArray[Any]:
+        if len(visits) == 0:
+            return self._of_step(0)[part][:0]
+        # of the ends alone: in training, the visits are those of one step
+        first, last = self.plan.steps_of(np.array([visits.min(), visits.max()])).tolist()
+        if first == last:
+            return self._of_step(first)[part].take(visits - self.plan.first_visit(first), axis=0)
+        steps = self.plan.steps_of(visits)
+        order = np.argsort(steps, kind="stable")
+        runs = np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
+        return np.concatenate([self._take(visits[run], part) for run in runs]).take(np.argsort(order), axis=0)
+
+    def _compute_step(self, step: int) -> tuple[PairIds, PairIds, Lengths]:
+        ids = self.plan.example_ids(step)
+        others, own = rotate(self.store.prompt_hashes(ids)), np.take(self.store.lengths, ids, axis=0)
+        if others[0] < 0:
+            return ids, others, np.pad(own, ((0, 0), (0, 1)))
+        mismatched = np.minimum(own[:, 1].take(others), self.store.longest_pair - own[:, 0])
+        return ids, ids.take(others), np.column_stack([own, mismatched])
 
     def read(self, visits: PairIds) -> ExampleBatch:
         visits = np.asarray(visits, dtype=np.int64)
-        ids, others = (each[visits] for each in self._examples_and_others)
+        ids, others = self.examples_of(visits), self.others_of(visits)
         examples = []
-        for example, other in zip(self._store.read(ids).pairs, others.tolist(), strict=True):
+        for example, other in zip(self.store.read(ids).pairs, others.tolist(), strict=True):
             responses = example.responses
             if other >= 0:
-                answer, mask, _ = self._store[other].responses[0]
-                room = self._store.longest_pair - len(example.prompt_ids)
+                answer, mask, _ = self.store[other].responses[0]
+                room = self.store.longest_pair - len(example.prompt_ids)
                 responses = (*responses, Response(answer[:room], None if mask is None else mask[:room], 0.0))
             examples.append(replace(example, responses=responses))
         return ExampleBatch(visits, tuple(examples))
 
+
+class MismatchedAlone:
+    """The visits with their mismatched answer alone, or with their own where they have no mismatched one."""
+
+    def __init__(self, visits: MismatchedAnswers) -> None:
+        self._visits = visits
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    @property
+    def lengths(self) -> Lengths:
+        lengths = np.array(self._visits.lengths)
+        lengths[:, 1] = np.where(lengths[:, 2] > 0, lengths[:, 2], lengths[:, 1])
+        return lengths[:, :2]
+
+    def read(self, visits: PairIds) -> ExampleBatch:
+        batch = self._visits.read(visits)
+        return replace(batch, pairs=tuple(replace(each, responses=each.responses[-1:]) for each in batch.pairs))
+
     def hashes(self) -> Iterator[Hashes]:
         """Yield the content hashes of each step's visits."""
-        for step in range(self._plan.num_steps):
-            hashes = [hash_pair(example).pair for example in self.read(self._plan.pair_ids(step)).pairs]
+        for step in range(self._visits.plan.num_steps):
+            hashes = [hash_pair(example).pair for example in self.read(self._visits.plan.pair_ids(step)).pairs]
             yield np.frombuffer(b"".join(hashes), dtype=HASH_DTYPE)
 
 
-def rotate(ids: PairIds, prompts: npt.NDArray[np.void]) -> PairIds:
-    """Return for each example of a step the nearest one before it, cyclically, with a different prompt; -1 for none."""
-    # where the prompt differs from the one before: every example of a run of equal prompts takes what precedes the run
-    starts = np.flatnonzero(prompts != np.roll(prompts, 1))
-    if not len(starts):
-        return np.full(len(ids), -1, dtype=np.int64)
-    # index -1 is the run that begins at the end of the step
-    run = np.searchsorted(starts, np.arange(len(ids)), side="right") - 1
-    return ids[starts[run] - 1]
+class _VisitLengths:
+    """The lengths of visits, indexed like an array; those of a step are computed together."""
+
+    def __init__(self, visits: MismatchedAnswers) -> None:
+        self._visits = visits
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    def __getitem__(self, visits: PairIds) -> Lengths:
+        return self._visits.lengths_of(visits)
+
+    def take(self, visits: PairIds, **_: Any) -> Lengths:
+        """What np.take calls."""
+        return self[visits]
+
+    def __array__(self, *_: Any, **__: Any) -> Lengths:
+        plan = self._visits.plan
+        return np.concatenate([self[plan.pair_ids(step)] for step in range(plan.num_steps)])
+
+
+def rotate(prompts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """Return for each prompt of a step the number of a different one, whose answer it gets; -1 if all are equal.
+
+    Each answer is used once, unless more than half of the prompts are equal. If all differ, it is the one before.
+    """
+    numbers = np.arange(len(prompts), dtype=np.int64)
+    keys = prompts.view("<u8")[::2]  # half of the hash tells prompts apart, and sorts ten times faster
+    in_order = np.sort(keys)
+    if len(prompts) > 1 and (in_order[1:] != in_order[:-1]).all():
+        return np.roll(numbers, 1)
+    _, first, group, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+    if len(counts) == 1:
+        return np.full(len(prompts), -1, dtype=np.int64)
+    others, most = np.empty_like(numbers), int(counts.max())
+    if 2 * most <= len(prompts):
+        # equal prompts next to each other: the one before by the most frequent prompt's count is a different one
+        order = np.argsort(first[group], kind="stable")
+        others[order] = np.roll(order, most)
+        return others
+    is_most = group == counts.argmax()
+    frequent, rest = numbers[is_most], numbers[~is_most]
+    others[rest] = frequent[: len(rest)]
+    others[frequent] = np.resize(rest, most)
+    return others
 
 
 Examples: TypeAlias = ExampleStore | MismatchedAnswers

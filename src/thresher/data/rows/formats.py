@@ -205,7 +205,9 @@ def _read_list(prompt: str, column: str) -> Callable[[Row], PreferenceRow]:
         scored: Any = items if name is None else row[name]
         if not isinstance(scored, list) or len(scored) != len(items):
             raise BadRowError(f"`{name}` must be a list with a number for each response of `{column}`")
-        values = [_score(each if name is None else {name[:-1]: each}, column) for each in scored]
+        scored = scored if name is None else [{name[:-1]: each} for each in scored]
+        key = _score_key(scored, column)
+        values = [_score(each, key) for each in scored]
         order = sorted(range(len(items)), key=lambda at: -values[at])
         responses = [_response(items[at], column) for at in order]
         asked = _instruction(row) if prompt == "instruction" else row[prompt]
@@ -214,16 +216,27 @@ def _read_list(prompt: str, column: str) -> Callable[[Row], PreferenceRow]:
     return read
 
 
-def _score(item: Any, column: str) -> float:
-    """Return a score, or a negative rank: the higher is better."""
-    name = next((name for name in _LIST_SCORES if isinstance(item, dict) and item.get(name) not in (None, "")), None)
-    if name is None:
+def _score_key(items: list[Any], column: str) -> str:
+    """Return the key of the scores or ranks that all responses of a row have: 1 to 10 and 1st to 10th do not mix."""
+    present = [
+        {key for key in _LIST_SCORES if isinstance(each, dict) and each.get(key) not in (None, "")} for each in items
+    ]
+    shared = set.intersection(*present)
+    if not shared and any(present):
+        found = " or ".join(key for key in _LIST_SCORES if any(key in each for each in present))
+        raise BadRowError(f"not every response of `{column}` has a number `{found}`; write the same key into each")
+    if not shared:
         raise BadRowError(
             f"a response of `{column}` has no score; write {', '.join(_LIST_SCORES[:-1])} or rank into each, or a "
             "column `scores` or `ranks` with a list of numbers"
         )
-    number = float(np.float32(_number(item, name, 0.0)))  # as it is stored
-    return 0.0 - number if name == "rank" else number
+    return next(key for key in _LIST_SCORES if key in shared)
+
+
+def _score(item: Any, key: str) -> float:
+    """Return a score, or a negative rank: the higher is better."""
+    number = float(np.float32(_number(item, key, 0.0)))  # as it is stored
+    return 0.0 - number if key == "rank" else number
 
 
 def _response(item: Any, column: str) -> Any:
@@ -344,10 +357,21 @@ def _answer_formats(labelled_name: str, answered_name: str, *required: str) -> t
     """Rows with an answer and a label, called `kto_tag` in LLaMA-Factory; and rows without a label, all desirable."""
     optional = _WITH_HISTORY if required[0] == "instruction" else _OPTIONAL
     labelled, answer = (_read_answer(required[0], labelled=labelled) for labelled in (True, False))
+
+    def has_one_answer(row: Row) -> bool:
+        return row.get("rejected") is None
+
     return (
-        RowFormat(labelled_name, (*required, "label"), labelled, (*optional, "kto_tag"), kind="labels"),
+        RowFormat(labelled_name, (*required, "label"), labelled, (*optional, "kto_tag"), has_one_answer, kind="labels"),
         # a null label in the first row does not make all rows desirable
-        RowFormat(answered_name, required, answer, optional, lambda row: "label" not in row, kind="labels"),
+        RowFormat(
+            answered_name,
+            required,
+            answer,
+            optional,
+            lambda row: "label" not in row and has_one_answer(row),
+            kind="labels",
+        ),
     )
 
 

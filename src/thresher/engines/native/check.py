@@ -36,6 +36,12 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             f"actor_train.model_args.lora_init {lora.init} decomposes whole weight matrices, which cannot be sharded; "
             "set actor_train.strategy_args.strategy_config.dp_replicate to the number of workers, or use the default"
         )
+    if spec.scores_steps_twice and spec.trained.lora_dropout and settings.pp_size > 1:
+        raise UserError(
+            "a loss that couples all pairs of a step scores them twice, and pipeline stages cannot repeat the "
+            "dropout masks; set actor_train.model_args.lora_dropout to 0, or "
+            "actor_train.strategy_args.strategy_config.pp_size to 1"
+        )
     if is_replicated:
         return
     find_files_to_shard(spec.path)

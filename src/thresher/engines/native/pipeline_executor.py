@@ -69,13 +69,6 @@ class PipelineExecutor:
     @torch.no_grad()
     def score(self, batch: ExampleBatch, *, statistics: TokenStatistics = NO_STATISTICS) -> ExampleLogps:
         """Score a micro-batch with the forward of training, bitwise; the last stage broadcasts the logps to all."""
-        modules = self.model.causal_lm.modules() if self.model.causal_lm.training else ()
-        # only losses that couple pairs score in training mode, twice with the same masks
-        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
-            raise UserError(
-                "a loss that couples all pairs of a step scores them twice, and pipeline stages cannot repeat the "
-                "dropout masks; set lora_dropout to 0 or pp_size to 1"
-            )
         run = self._collate([batch], statistics)
         self._run_schedule(run)
         wide = torch.promote_types(self.model.stored_dtype, torch.float32)
