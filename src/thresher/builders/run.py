@@ -188,7 +188,7 @@ def _describe_store(store: ExampleStore | None, *, has_report: bool) -> dict[str
         report = report_of(store).to_json() if has_report else None
     except UserError:  # the run has warned about it
         report = None
-    return {"pairs": len(store), "report": report}
+    return {"kind": store.kind, "pairs": len(store), "report": report}
 
 
 def build_history(inputs: RunInputs) -> History:

@@ -154,7 +154,15 @@ class PairSampler:
         if len(kept):
             index = torch.from_numpy(kept)
             columns = _columns(self._objective, inputs)
+            if self._objective.trains_rewards:
+                columns |= self._response_lengths(pair_ids)
             self._parts.append((pair_ids[kept], {name: each.cpu()[index] for name, each in columns.items()}))
+
+    def _response_lengths(self, pair_ids: PairIds) -> dict[str, Tensor]:
+        """Lengths of the first and the last response, of which a reward model scores one position each."""
+        lengths = torch.from_numpy(self._store.lengths[pair_ids, 1:].astype(np.int64))
+        last = (lengths > 0).sum(1, keepdim=True) - 1
+        return {"lengths/chosen": lengths[:, 0], "lengths/rejected": lengths.gather(1, last)[:, 0]}
 
     def gather(self, dp_group: DataParallelGroup) -> EvaluatedPairs | None:
         """Return the pairs of all ranks on rank 0, in the order of the store; None on the other ranks."""
@@ -163,12 +171,21 @@ class PairSampler:
             return None
         ids = np.concatenate([ids for ids, _ in parts])
         order = np.argsort(ids)
-        values = {name: torch.cat([columns[name] for _, columns in parts])[order].tolist() for name in parts[0][1]}
+        names = dict.fromkeys(name for _, columns in parts for name in columns)
+        # micro-batches whose lists are short lack the last ranks
+        absent = torch.tensor(torch.nan, dtype=torch.float64)
+        values = {
+            name: torch.cat([columns.get(name, absent.expand(len(ids))) for ids, columns in parts])[order].tolist()
+            for name in names
+        }
         return EvaluatedPairs([self._store.number_in_files(number) for number in ids[order].tolist()], values)
 
 
 def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:
-    """Values of each example: of the best and the worst response of a list, or of a single response, with its label."""
+    """Values of each example: of a pair, of the best and the worst response of a list, or of a response with a label.
+
+    Lists also have the reward of each response by its rank, NaN where there are fewer.
+    """
     if objective.reads == "labels":
         responses = ResponseScores.of(inputs)
         of_reference = responses.reference_logps
@@ -181,18 +198,27 @@ def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]
         return columns if of_reference is None else columns | {"reference_logps/response": of_reference[:, 0]}
     compared = compare(inputs, "best_worst")
     rewards, policy, reference = objective.rewards(compared.inputs), compared.inputs.policy, compared.inputs.reference
-    columns = {
-        "rewards/chosen": rewards.chosen,
-        "rewards/rejected": rewards.rejected,
-        "logps/chosen": policy.chosen.sums(),
-        "logps/rejected": policy.rejected.sums(),
-        "lengths/chosen": policy.chosen.lengths,
-        "lengths/rejected": policy.rejected.lengths,
-    }
+    columns = {"rewards/chosen": rewards.chosen, "rewards/rejected": rewards.rejected}
+    if not objective.trains_rewards:  # a reward model has no logps, and scores one position of each response
+        columns |= {
+            "logps/chosen": policy.chosen.sums(),
+            "logps/rejected": policy.rejected.sums(),
+            "lengths/chosen": policy.chosen.lengths,
+            "lengths/rejected": policy.rejected.lengths,
+        }
     if reference is not None:
         columns["reference_logps/chosen"] = reference.chosen.sums()
         columns["reference_logps/rejected"] = reference.rejected.sums()
-    return {name: compared.per_example(each, inputs.num_pairs) for name, each in columns.items()}
+    columns = {name: compared.per_example(each, inputs.num_pairs) for name, each in columns.items()}
+    return columns if inputs.values is None else columns | _rewards_by_rank(objective, inputs)
+
+
+def _rewards_by_rank(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:
+    rewards = objective.rewards(compare(inputs, "best_rest").inputs)
+    worse = rewards.rejected.view(-1, inputs.num_pairs)
+    is_present = [side.lengths > 0 for side in inputs.policy.sides[1:]]
+    by_rank = [rewards.chosen[: inputs.num_pairs], *map(torch.where, is_present, worse, [torch.nan] * len(worse))]
+    return {f"rewards/rank_{rank}": each for rank, each in enumerate(by_rank, start=1)}
 
 
 def _rounded(value: float) -> float:
