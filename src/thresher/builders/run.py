@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.inputs import RunInputs
+from thresher.builders.objective import refused_settings
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.checkpoint.manager import DamagedCheckpoints, list_checkpoints
 from thresher.checkpoint.manifest import read_manifest
@@ -211,6 +212,7 @@ def build_history(inputs: RunInputs) -> History:
         logp_noise=tolerance(DTYPES[config.actor_train.model_args.dtype], "other mesh", num_tokens=1),
         compares_sides=any(loss.compares_sides for loss, _ in objective.terms),
         num_validation_pairs=0 if inputs.validation is None else len(inputs.validation),
+        refused=refused_settings(config, inputs.train),
     )
 
 

@@ -247,7 +247,6 @@ def _margins(runs: Sequence[RunFiles]) -> Chart:
         del samples[0]
     series = histograms(samples)
     unit = unit_of(runs).removesuffix("s")
-    others = "the mean of the others" if unit == "list" else "rejected"
     return Chart(
         "margin-distribution",
         f"Reward margin of each {unit}" + (", first and last evaluation" if len(samples) > 1 and is_single else ""),
@@ -255,7 +254,7 @@ def _margins(runs: Sequence[RunFiles]) -> Chart:
         f"{unit}s lie far right and the others at 0, few {unit}s carry the mean.{note}",
         charts.distribution_chart(
             series,
-            title=f"{'best' if unit == 'list' else 'chosen'} minus {others} reward",
+            title="best minus mean other reward" if unit == "list" else "chosen minus rejected reward",
             color="evaluation" if is_single else "run",
             at=0.0,
         ),
