@@ -65,6 +65,11 @@ def _facts(estimate: Estimate) -> list[str]:
         tokens = estimate.config.actor_train.training_args.max_tokens_per_micro_batch
         shown = "no limit" if tokens is None else f"{tokens:,}"
         notes.append(f"max_tokens_per_micro_batch: auto -> {shown}, {estimate.budget_reason}")
+    if workload.mismatched is not None:
+        notes.append(
+            f"kto: {workload.mismatched.total:,} rows of mismatched answers per data-parallel rank and step, scored "
+            "without gradient; their lengths are drawn from the answers"
+        )
     return [
         f"model: {estimate.parts.policy_path}, {size.total:,.0f} parameters, {size.trained:,.0f} trained",
         f"GPUs: {cluster.num_gpus} x {cluster.gpu.name}, {_mesh(estimate)}",
