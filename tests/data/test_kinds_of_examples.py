@@ -100,6 +100,25 @@ def test_every_format_of_lists_gives_the_same_responses_best_first(row, values) 
     assert found.responses == tuple([say(answer)] for answer in ANSWERS)
 
 
+@pytest.mark.parametrize(
+    ("row", "names", "values"),
+    [
+        ({"ask": "Why?", "reply": "No.", "good": False}, {"completion": "reply", "label": "good"}, (0.0,)),
+        (
+            {"ask": "Why?", "replies": ["No.", "Yes."], "stars": [1, 5]},
+            {"completions": "replies", "scores": "stars"},
+            (5, 1),
+        ),
+    ],
+)
+def test_labels_and_lists_may_have_columns_of_any_name(row, names, values) -> None:
+    settings = DataSettings("rows.jsonl", prompt_key="ask", **{f"{name}_key": column for name, column in names.items()})
+    row_format = detect_format(row, settings.column_names, "here")
+    assert to_preference_row(row, row_format, settings.column_names).values == values
+    with pytest.raises(UserError, match="unrecognized row format"):
+        detect_format(row, {"prompt": "ask"}, "here")
+
+
 def test_responses_are_sorted_by_score_and_equal_ones_keep_their_order() -> None:
     row = {"prompt": "Why?", "responses": ["a", "b", "c", "d"], "scores": [1, 2, 1, 3]}
     found = read(row, "lists")
@@ -179,7 +198,7 @@ def test_the_report_gives_the_share_of_desirable_answers_and_the_weights_for_kto
     report = report_of(prepared(labelled("q", "no", False), *(labelled("q", f"a{n}", True) for n in range(4))))
     assert (report.kind, report.desirable, report.pairs_kept) == ("labels", 4, 5)
     assert [line for _, line in report.notes()][-1] == (
-        "labels: 4 of 5 desirable (80%); for kto, desirable_weight 0.25 weighs both alike; advised: up to 0.333"
+        "labels: 4 of 5 desirable (80%); for kto, desirable_weight 0.25 balances both counts; advised: up to 0.333"
     )
     assert dict(report.count_rows()) == {"rows read": 5, "labelled responses kept": 5}
 

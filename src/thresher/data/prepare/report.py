@@ -143,7 +143,7 @@ class PrepareReport:
             return line
         # Eq. 8 of arXiv 2402.01306: desirable_weight * desirable / (undesirable_weight * undesirable) in [1, 4/3]
         equal = undesirable / self.desirable
-        return f"{line}; for kto, desirable_weight {equal:.3g} weighs both alike; advised: up to {4 / 3 * equal:.3g}"
+        return f"{line}; for kto, desirable_weight {equal:.3g} balances both counts; advised: up to {4 / 3 * equal:.3g}"
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
