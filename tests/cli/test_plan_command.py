@@ -191,7 +191,9 @@ def test_data_that_is_too_large_to_prepare_is_assumed_to_be_like_its_first_rows(
     assert plan["pairs"]["source"].startswith(
         f"assumed: 28 {unit} of sequence_length 64 tokens, because the data is not"
     )
-    assert ("kto: " in command_line("plan", config("small", {"pref_loss": loss})).out) == (loss == "kto")
+    shown = command_line("plan", config("small", {"pref_loss": loss})).out
+    assert ("kto: " in shown) == (loss == "kto")
+    assert f"step: 4 {kind if kind == 'lists' else unit}," in shown
 
 
 def test_lists_that_cannot_be_read_are_assumed_to_have_four_responses(command_line, config):

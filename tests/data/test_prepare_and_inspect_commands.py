@@ -359,6 +359,8 @@ def test_inspect_shows_each_response_with_its_label_or_score(
         shown = run("inspect", tmp_path / "labels", "--model", model_dir, "--pair", f"{number}")
         assert f"labelled response {number}: weight 1" in shown
         assert any(line.startswith(name) for line in shown.splitlines()), shown
+    with pytest.raises(UserError, match="there is no labelled response 9; the store has labelled responses 0 to"):
+        run("inspect", tmp_path / "labels", "--pair", "9")
     shown = run("inspect", tmp_path / "lists", "--model", model_dir, "--pair", "0")
     assert [line[: len("response 1, score 2.5")] for line in shown.splitlines() if line.startswith("response")] == [
         "response 1, score 2.5",

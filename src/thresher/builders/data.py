@@ -67,9 +67,10 @@ def open_stores(
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:
         logger.warning(
-            "of %s training pairs, %s are also in the validation set and %s share a prompt with it; evaluation on "
-            "those pairs measures memorization",
+            "of %s training %s, %s are also in the validation set and %s share a prompt with it; evaluation on "
+            "those measures memorization",
             f"{len(train):,}",
+            train.unit,
             f"{pairs.count:,}",
             f"{prompts.count:,}",
         )
@@ -99,10 +100,10 @@ def check_pairs(
             continue
         objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
         longest, limit = store.longest_pair, config.sequence_length
-        found = f"{store.path} contains pairs of up to {longest} tokens"
+        found = f"{store.path} contains {store.unit} of up to {longest} tokens"
         if longest > limit:
             raise UserError(
-                f"{found}, more than sequence_length {limit}; raise sequence_length or prepare the pairs again"
+                f"{found}, more than sequence_length {limit}; raise sequence_length or prepare the data again"
             )
         if context is not None and longest > context:
             raise UserError(f"{found}, but the model's context is {context}; set sequence_length={context}")
@@ -110,7 +111,7 @@ def check_pairs(
             raise UserError(
                 f"{found}, but longrope of the model family {model.model_type} rotates all sequences of a batch "
                 f"differently if one has more than {longrope} tokens, so log-probabilities would depend on the "
-                f"other pairs of the batch; set sequence_length={longrope}"
+                f"other examples of the batch; set sequence_length={longrope}"
             )
 
 

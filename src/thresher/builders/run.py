@@ -99,6 +99,7 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
         config=redact(values),
         total_steps=plan.num_steps,
         total_pairs=plan.num_visits,
+        unit=inputs.train.unit,
         health_from=None
         if config.health == "off"
         else pairs_before_comparison(plan.pairs_per_step * config.logging_steps),

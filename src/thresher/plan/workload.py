@@ -42,6 +42,7 @@ class PairLengths:
     source: str  # where they come from, for the report
     is_assumed: bool = False
     has_mismatched: bool = False  # the second response is KTO's mismatched answer
+    unit: str = "pairs"  # what the examples are called
 
 
 def find_lengths(config: DPOConfig, parts: RunInputs, pairs_per_step: int) -> PairLengths:
@@ -56,10 +57,12 @@ def _find_lengths(config: DPOConfig, parts: RunInputs, pairs_per_step: int) -> P
     try:
         store = find_store(config, config.actor_train.data_args, parts.tokenizer)
         if store is not None:
-            return PairLengths(_training_lengths(config, store), f"prepared {store.unit} in {store.path}")
+            return PairLengths(
+                _training_lengths(config, store), f"prepared {store.unit} in {store.path}", unit=store.unit
+            )
         if _is_cheap(config):
             lengths, unit = _prepare(config, parts.tokenizer)
-            return PairLengths(lengths, f"{unit} prepared for this plan")
+            return PairLengths(lengths, f"{unit} prepared for this plan", unit=unit)
         reason = "the data is not prepared"
     except (UserError, OSError) as error:
         if config.actor_train.data_args.store:
@@ -113,7 +116,7 @@ def _assumed(config: DPOConfig, parts: RunInputs, pairs_per_step: int, reason: s
     lengths = np.full((count, 1 + num_responses), half, dtype=np.uint32)
     what = f"{unit} of {num_responses} responses, {origin}," if unit == UNITS["lists"] else unit
     source = f"assumed: {count:,} {what} of sequence_length {config.sequence_length} tokens, because {reason}"
-    return PairLengths(lengths, source, is_assumed=True)
+    return PairLengths(lengths, source, is_assumed=True, unit=unit)
 
 
 def _with_mismatched(lengths: Lengths, seed: int) -> Lengths:
