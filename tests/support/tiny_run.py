@@ -33,6 +33,8 @@ LAYOUT = PackedLayout(shares_prompt=True)
 class PairsInMemory:
     """The part of ExampleStore that a trainer uses."""
 
+    unit = "pairs"
+
     def __init__(self, pairs: Sequence[Example]):
         self.pairs = list(pairs)
         num_sides = max((len(pair.responses) for pair in self.pairs), default=2)
