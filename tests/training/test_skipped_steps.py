@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from tests.support.compared_runs import merge
 from tests.support.tiny_models import replace_side
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_pairs
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.errors import UserError
 
 POISONED, TOKEN = 5, 2  # a pair id, and a token that random pairs do not contain
@@ -86,7 +86,7 @@ def test_steps_with_a_poisoned_pair_are_skipped_and_all_others_made(
     step = poisoned_steps[0]
     first, second = records(run)
     assert [first["step"], second["step"]] == [number + 1 for number in poisoned_steps]
-    content = hash_pair(pairs.pairs[POISONED]).pair.hex()
+    content = hash_example(pairs.pairs[POISONED]).pair.hex()
     if poison == "gradient":
         assert first["reason"] == "gradient"
         # a gradient is not attributable to one pair

@@ -90,7 +90,7 @@ def _warn_about_truncation(store: ExampleStore, role: str, args: DataArgs) -> No
         logger.warning("%s: %s", store.path, warning)
 
 
-def check_pairs(
+def check_examples(
     config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[ExampleStore | None]
 ) -> None:
     """Reject columns that the losses ignore and pairs longer than the model's context, before training."""
@@ -99,7 +99,7 @@ def check_pairs(
         if store is None:
             continue
         objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
-        longest, limit = store.longest_pair, config.sequence_length
+        longest, limit = store.longest_example, config.sequence_length
         found = f"{store.path} contains {store.unit} of up to {longest} tokens"
         if longest > limit:
             raise UserError(
@@ -115,7 +115,7 @@ def check_pairs(
             )
 
 
-def probe_pairs(store: ExampleStore) -> ExampleBatch:
+def probe_examples(store: ExampleStore) -> ExampleBatch:
     """Two pairs to check the model on: those with the shortest and the longest sequence of the first 4096.
 
     The longest is the most likely to exceed a sliding window, and a difference in length shows a dependence on it.

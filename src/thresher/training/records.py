@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.distributed.groups import DataParallelGroup
 from thresher.engines.engine import StepOutcome
 from thresher.engines.nonfinite import NonFiniteStep
@@ -74,7 +74,7 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
-class NonFinitePair:
+class NonFiniteExample:
     """A pair by its number in the store and its content hash; source is its first non-finite value, if known."""
 
     number: int
@@ -88,7 +88,7 @@ class SkippedStep:
 
     reason: str
     grad_norm: float
-    pairs: tuple[NonFinitePair, ...]  # all of the step if no single one is responsible, none for an overflow
+    pairs: tuple[NonFiniteExample, ...]  # all of the step if no single one is responsible, none for an overflow
     consecutive: int  # failed steps up to and including this one
     ends_run: bool  # there are too many of them
     loss_scale: float | None = None  # of the next step, in fp16
@@ -112,11 +112,11 @@ def describe_skipped(
 ) -> SkippedStep:
     """Describe a step that state has already recorded; pair_ids are all pairs of the step."""
     consecutive = state.skipped_in_a_row
-    pairs: tuple[NonFinitePair, ...] = ()
+    pairs: tuple[NonFiniteExample, ...] = ()
     if nonfinite.is_failure:
         read = store.read(np.array(sorted(nonfinite.pairs), dtype=np.int64) if nonfinite.pairs else pair_ids)
         pairs = tuple(
-            NonFinitePair(store.number_in_files(number), hash_pair(pair).pair.hex(), nonfinite.pairs.get(number))
+            NonFiniteExample(store.number_in_files(number), hash_example(pair).pair.hex(), nonfinite.pairs.get(number))
             for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
         )
     ends_run = nonfinite.is_failure and consecutive >= max_consecutive
@@ -128,7 +128,7 @@ _DIGITS = 7  # of an fp32 number
 
 
 @dataclass(frozen=True)
-class EvaluatedPairs:
+class EvaluatedExamples:
     """Pairs by their number in the store, and their values by name: one list per value, in the order of `numbers`."""
 
     numbers: list[int]
@@ -139,7 +139,7 @@ class EvaluatedPairs:
         return {"step": step, "pairs": self.numbers, **values}
 
 
-class PairSampler:
+class ExampleSampler:
     """Collects the values of every n-th pair on each rank, at most MAX_PAIRS over all ranks."""
 
     def __init__(self, objective: Objective, store: Examples, max_pairs: int = MAX_PAIRS):
@@ -164,7 +164,7 @@ class PairSampler:
         last = (lengths > 0).sum(1, keepdim=True) - 1
         return {"lengths/chosen": lengths[:, 0], "lengths/rejected": lengths.gather(1, last)[:, 0]}
 
-    def gather(self, dp_group: DataParallelGroup) -> EvaluatedPairs | None:
+    def gather(self, dp_group: DataParallelGroup) -> EvaluatedExamples | None:
         """Return the pairs of all ranks on rank 0, in the order of the store; None on the other ranks."""
         parts = [part for parts in dp_group.gather_object(self._parts) or () for part in parts]
         if not parts:
@@ -178,7 +178,7 @@ class PairSampler:
             name: torch.cat([columns.get(name, absent.expand(len(ids))) for ids, columns in parts])[order].tolist()
             for name in names
         }
-        return EvaluatedPairs([self._store.number_in_files(number) for number in ids[order].tolist()], values)
+        return EvaluatedExamples([self._store.number_in_files(number) for number in ids[order].tolist()], values)
 
 
 def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from rich import filesize
 from transformers import PreTrainedTokenizerBase
 
-from thresher.builders.data import check_pairs, data_settings, open_given_store
+from thresher.builders.data import check_examples, data_settings, open_given_store
 from thresher.builders.engines import check_engine, check_model, check_strategy
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import build_objective, for_data
@@ -150,7 +150,7 @@ def check_stores(inputs: RunInputs) -> Messages:
             store = open_given_store(inputs.config, args.store, inputs.tokenizer)
             yield from problems_of(for_data, inputs.objective, store)
             for model_config in inputs.model_configs.values():
-                yield from problems_of(check_pairs, inputs.config, inputs.objective, model_config, [store])
+                yield from problems_of(check_examples, inputs.config, inputs.objective, model_config, [store])
 
 
 def check_samples(inputs: RunInputs) -> Messages:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.example import ExampleBatch, Response
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
 
 
@@ -66,7 +66,7 @@ class MismatchedAnswers:
         """Tokens of (prompt, answer, mismatched answer) of each visit."""
         examples, others = self._examples_and_others
         lengths = np.take(self._store.lengths, examples, axis=0)
-        room = self._store.longest_pair - lengths[:, 0].astype(np.int64)
+        room = self._store.longest_example - lengths[:, 0].astype(np.int64)
         mismatched = np.where(others < 0, 0, np.minimum(self._store.lengths[others, 1], room))
         return np.column_stack([lengths[:, :2], mismatched]).astype(lengths.dtype)
 
@@ -78,7 +78,7 @@ class MismatchedAnswers:
             responses = example.responses
             if other >= 0:
                 answer, mask, _ = self._store[other].responses[0]
-                room = self._store.longest_pair - len(example.prompt_ids)
+                room = self._store.longest_example - len(example.prompt_ids)
                 responses = (*responses, Response(answer[:room], None if mask is None else mask[:room], 0.0))
             examples.append(replace(example, responses=responses))
         return ExampleBatch(visits, tuple(examples))
@@ -86,7 +86,7 @@ class MismatchedAnswers:
     def hashes(self) -> Iterator[Hashes]:
         """Yield the content hashes of each step's visits."""
         for step in range(self._plan.num_steps):
-            hashes = [hash_pair(example).pair for example in self.read(self._plan.pair_ids(step)).pairs]
+            hashes = [hash_example(example).pair for example in self.read(self._plan.pair_ids(step)).pairs]
             yield np.frombuffer(b"".join(hashes), dtype=HASH_DTYPE)
 
 
