@@ -24,7 +24,7 @@ from thresher.data.batching.batches import Blocks, CostModel, MicroBatching, Sco
 from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import Plan
 from thresher.data.example import Example, ExampleBatch, Kind
-from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
+from thresher.data.store.arrow_schema import hash_example, pairs_to_record_batch
 from thresher.data.store.reader import ExampleStore
 from thresher.data.store.writer import StoreWriter
 from thresher.engines.native.build import infer_engine, train_engine
@@ -93,7 +93,7 @@ COLUMNS = {
 
 def write_store(pairs: Sequence[Example], directory: Path, kind: Kind = "pairs") -> ExampleStore:
     with StoreWriter(directory, shard_rows=65_536, kind=kind) as writer:
-        writer.append(pairs_to_record_batch(pairs, [hash_pair(pair) for pair in pairs], kind))
+        writer.append(pairs_to_record_batch(pairs, [hash_example(pair) for pair in pairs], kind))
         writer.finish({"identity": "benchmark"})
     return ExampleStore.open(directory)
 

@@ -41,8 +41,8 @@ def write_lengths(path: Path, num_pairs: int, num_responses: int) -> None:
 class Labels:
     """The part of ExampleStore that mismatched answers need."""
 
-    def __init__(self, lengths: Lengths, prompts: Path, longest_pair: int) -> None:
-        self.lengths, self.longest_pair = lengths, longest_pair
+    def __init__(self, lengths: Lengths, prompts: Path, longest_example: int) -> None:
+        self.lengths, self.longest_example = lengths, longest_example
         self._hashes = np.memmap(prompts, HASH_DTYPE, "r")
 
     def prompt_hashes(self, ids: PairIds) -> Hashes:

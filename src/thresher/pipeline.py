@@ -244,7 +244,7 @@ class DPOPipeline:
                     supervisor.track_progress(watched),
                     skipped,
                     show_progress=self._progress,
-                    keep_pairs=lambda step, pairs: pairs_log.write(pairs.to_json(step)),
+                    keep_examples=lambda step, pairs: pairs_log.write(pairs.to_json(step)),
                     keep_answers=SampleLog(log_dir, resume_step, judge, trackers.log_table).write,
                 )
 

@@ -12,7 +12,7 @@ from tests.support.logged import logged
 from tests.support.small_runs import save_small_model, write_rows
 from tests.support.tiny_llama import VOCAB
 from tests.support.tiny_run import PairsInMemory
-from thresher.builders.data import probe_pairs
+from thresher.builders.data import probe_examples
 from thresher.config import parse_config
 from thresher.data.example import Example
 from thresher.errors import UserError
@@ -105,4 +105,4 @@ def test_the_model_is_checked_on_the_shortest_and_the_longest_sequence():
 
     # the last one has the most tokens in total, the third the longest sequence
     pairs = [pair(3, 5, 5), pair(2, 1, 1), pair(2, 1, 20), pair(1, 15, 15)]
-    assert probe_pairs(PairsInMemory(pairs)).pair_ids.tolist() == [1, 2]
+    assert probe_examples(PairsInMemory(pairs)).pair_ids.tolist() == [1, 2]

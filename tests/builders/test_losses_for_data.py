@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from tests.support.tiny_chat_model import quickstart_rows, save_tiny_chat_model
 from thresher.builders.inputs import RunInputs
+from thresher.builders.objective import refused_settings
 from thresher.builders.preflight.checks import check_stores
 from thresher.config import parse_config
 from thresher.errors import UserError
 
+MODIFIERS = ("rpo_alpha", "ld_alpha", "length_penalty", "length_normalization")
 ROWS = quickstart_rows(12)
 DATA: dict[str, list[dict[str, Any]]] = {
     "pairs": ROWS,
@@ -150,3 +153,35 @@ def test_the_check_before_a_run_finds_a_store_that_the_loss_cannot_read(director
 @pytest.mark.parametrize("train", ["lists", "lists.store"])
 def test_the_check_before_a_run_accepts_lists_validated_on_pairs(directory, train):
     assert checked_stores(directory, train, "pairs.store", comparisons="adjacent") == []
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "refused"),
+    [
+        ("pairs", "sigmoid", {"desirable_weight"}),
+        ("pairs", "apo_zero", {"desirable_weight", "label_smoothing", "length_normalization", "length_penalty"}),
+        ("labels", "kto", {*MODIFIERS, "pref_loss", "label_smoothing"}),
+        ("labels", "bco", {*MODIFIERS, "pref_loss", "label_smoothing", "desirable_weight"}),
+        ("lists", "sigmoid", {"desirable_weight"}),
+        ("lists", "plackett_luce", {*MODIFIERS, "label_smoothing", "desirable_weight"}),
+        (
+            "pairs",
+            "bradley_terry",
+            {*MODIFIERS, "label_smoothing", "desirable_weight", "beta"},
+        ),
+    ],
+)
+def test_the_settings_that_health_rules_must_not_advise(directory: Path, data, loss, refused) -> None:
+    inputs = inputs_of(directory, data, pref_loss=loss)
+    inputs.open()
+    advised = {"beta", "label_smoothing", "desirable_weight", "pref_loss", *MODIFIERS}
+    assert refused_settings(inputs.config, inputs.train) & advised == refused
+    for name in ("rpo_alpha", "ld_alpha", "length_penalty"):
+        with pytest.raises(UserError) if name in refused else nullcontext():
+            inputs_of(directory, data, pref_loss=loss, **{name: 0.5}).open()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_reward_model_has_no_log_probabilities_to_normalize(directory: Path, value) -> None:
+    with pytest.raises(UserError, match="length_normalization has no effect on bradley_terry"):
+        inputs_of(directory, "pairs", pref_loss="bradley_terry", length_normalization=value).open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.tiny_run import noise_pairs
 from thresher.builders.inputs import RunInputs
 from thresher.builders.run import track
 from thresher.config import parse_config
@@ -41,7 +42,10 @@ def test_a_run_that_a_signal_ends_is_interrupted_not_failed(tmp_path, error, out
     trackers = Outcomes()
     config = parse_config({"output_dir": str(tmp_path / "out")})
     plan = make_plan(8, seed=0, pairs_per_step=4, max_steps=1, num_epochs=None)
-    with pytest.raises(type(error)), track(trackers, RunInputs(config).replace(plan=plan), resume_step=None):
+    with (
+        pytest.raises(type(error)),
+        track(trackers, RunInputs(config).replace(plan=plan, train=noise_pairs(1)), resume_step=None),
+    ):
         raise error
     assert trackers.closed == [outcome]
 
@@ -53,7 +57,7 @@ def test_a_resumed_run_warns_about_records_that_its_log_lacks(tmp_path, caplog, 
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "metrics.jsonl").write_text('{"step": 1, "lr": 1.0}\n')
     plan = make_plan(8, seed=0, pairs_per_step=4, max_steps=1, num_epochs=None)
-    inputs = RunInputs(config).replace(plan=plan)
+    inputs = RunInputs(config).replace(plan=plan, train=noise_pairs(1))
     with track(Trackers([JsonlTracker()], []), inputs, resume_step=resume_step):
         pass
     assert ("has no record of 2 steps from 2 to 3" in caplog.text) == warns

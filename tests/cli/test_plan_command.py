@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -16,6 +17,10 @@ from tests.support.compared_runs import merge
 from tests.support.paths import ROOT
 from tests.support.published_models import save_config
 from tests.support.small_runs import save_small_model, write_rows
+from thresher.builders.inputs import RunInputs
+from thresher.config.load import load_config
+from thresher.plan import workload
+from thresher.plan.workload import find_lengths
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +166,57 @@ def test_pairs_that_cannot_be_read_are_assumed_and_labelled(command_line, config
     assert plan["pairs"]["is_assumed"]
     assert plan["pairs"]["source"].startswith("assumed: ")
     assert plan["num_steps"] == 7
+
+
+RESPONSES = ["w4 w5", "w6", "w7 w8 w9"]
+KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "labels": ({"completion": "w4 w5", "label": True}, "kto", "labelled responses"),
+    "lists": (
+        {"completions": RESPONSES, "scores": [3, 2, 1]},
+        "sigmoid",
+        "lists of 3 responses, as its first rows have,",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_is_too_large_to_prepare_is_assumed_to_be_like_its_first_rows(
+    command_line, config, tmp_path, monkeypatch, kind
+):
+    row, loss, unit = KINDS[kind]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"w{i} ", **row}) + "\n" for i in range(4, 60)))
+    monkeypatch.setattr(workload, "_BYTES_TO_PREPARE", 0)
+    result = command_line("plan", config("small", {"max_steps": 7, "pref_loss": loss}), "--json")
+    plan = json.loads(result.out)
+    assert plan["pairs"]["source"].startswith(
+        f"assumed: 28 {unit} of sequence_length 64 tokens, because the data is not"
+    )
+    shown = command_line("plan", config("small", {"pref_loss": loss})).out
+    assert ("kto: " in shown) == (loss == "kto")
+    assert f"step: 4 {kind if kind == 'lists' else unit}," in shown
+
+
+def test_lists_that_cannot_be_read_are_assumed_to_have_four_responses(command_line, config):
+    path = config("small", {"pref_loss": "infonca", "actor_train": {"data_args": {"file_name": "absent.jsonl"}}})
+    source = json.loads(command_line("plan", path, "--json").out)["pairs"]["source"]
+    assert "lists of 4 responses, as its losses read, of sequence_length" in source
+
+
+def test_the_mismatched_answers_of_a_plan_are_as_long_as_those_of_the_run(command_line, config, tmp_path):
+    draw = np.random.default_rng(0)
+    answers = [" ".join(["w9"] * count) for count in draw.integers(1, 30, 400)]
+    rows = [
+        {"prompt": f"w{i % 60} " * (i % 7 + 1), "completion": each, "label": True} for i, each in enumerate(answers)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_config(tmp_path / config("small", {"pref_loss": "kto"}))
+    planned = find_lengths(loaded, RunInputs(loaded), 4)
+    inputs = RunInputs(loaded)
+    inputs.open()
+    found = inputs.train_examples.lengths
+    assert planned.has_mismatched
+    assert planned.lengths[:, :2].sum() == found[:, :2].sum()
+    assert planned.lengths[:, 2].sum() == pytest.approx(found[:, 2].sum(), rel=0.05)
 
 
 def test_axes_that_the_model_does_not_allow_are_rejected(command_line, config):

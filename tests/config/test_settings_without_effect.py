@@ -15,6 +15,7 @@ from tests.support.compared_runs import merge
 from thresher.builders.engines import check_engine
 from thresher.builders.preflight.files import check_unused_settings
 from thresher.config import DPOConfig, parse_config
+from thresher.config.dpo import COLUMN_KEYS
 from thresher.config.section import known_keys
 from thresher.errors import UserError
 from thresher.runtime.launch import Launch, fit_to_launch
@@ -58,9 +59,7 @@ NEEDS = {
     "ray_address": Needs(
         "a:1", "ray_address has no effect with runtime: local; use runtime: ray", without={"runtime": "local"}
     ),
-    "chosen_key": Needs("c", f"chosen_key {NO_FILES}", without=ON_STORES, having=ON_FILES),
-    "rejected_key": Needs("c", f"rejected_key {NO_FILES}", without=ON_STORES, having=ON_FILES),
-    "prompt_key": Needs("c", f"prompt_key {NO_FILES}", without=ON_STORES, having=ON_FILES),
+    **{key: Needs("c", f"{key} {NO_FILES}", without=ON_STORES, having=ON_FILES) for key in COLUMN_KEYS},
     "pretrain": Needs("c", "pretrain has no effect if actor_train and reference name their models", without=MODELS),
     "eval_strategy": Needs("epoch", f"eval_strategy {TO_EVALUATE}", having=VALIDATION),
     "eval_steps": Needs(2, f"eval_steps {TO_EVALUATE}", having=VALIDATION),

@@ -22,7 +22,7 @@ from thresher.data.prepare.report import report_of
 from thresher.data.rows.formats import MAX_RESPONSES, PreferenceRow, detect_format, to_preference_row
 from thresher.data.rows.parsing import BadRowError
 from thresher.data.settings import DataSettings
-from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
+from thresher.data.store.arrow_schema import hash_example, pairs_to_record_batch
 from thresher.data.store.reader import ExampleStore
 from thresher.data.store.writer import StoreWriter
 from thresher.errors import UserError
@@ -98,6 +98,25 @@ def test_every_format_of_lists_gives_the_same_responses_best_first(row, values) 
     found = read(row, "lists")
     assert (found.prompt, found.values) == (WHY, tuple(values))
     assert found.responses == tuple([say(answer)] for answer in ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("row", "names", "values"),
+    [
+        ({"ask": "Why?", "reply": "No.", "good": False}, {"completion": "reply", "label": "good"}, (0.0,)),
+        (
+            {"ask": "Why?", "replies": ["No.", "Yes."], "stars": [1, 5]},
+            {"completions": "replies", "scores": "stars"},
+            (5, 1),
+        ),
+    ],
+)
+def test_labels_and_lists_may_have_columns_of_any_name(row, names, values) -> None:
+    settings = DataSettings("rows.jsonl", prompt_key="ask", **{f"{name}_key": column for name, column in names.items()})
+    row_format = detect_format(row, settings.column_names, "here")
+    assert to_preference_row(row, row_format, settings.column_names).values == values
+    with pytest.raises(UserError, match="unrecognized row format"):
+        detect_format(row, {"prompt": "ask"}, "here")
 
 
 def test_responses_are_sorted_by_score_and_equal_ones_keep_their_order() -> None:
@@ -190,7 +209,7 @@ def test_a_pair_and_a_list_of_the_same_rows_have_the_same_tokens(prepared: Any) 
     pair = prepared({"prompt": "Why?", "chosen": "Because it is.", "rejected": "Because."})[0]
     listed = prepared(scored("Why?", ("Because.", 1), ("Because it is.", 2)))[0]
     assert_equal(replace(pair, responses=tuple(r._replace(value=None) for r in listed.responses)), pair)
-    assert hash_pair(listed) == hash_pair(pair)
+    assert hash_example(listed) == hash_example(pair)
 
 
 def test_the_report_gives_the_share_of_desirable_answers_and_the_weights_for_kto(prepared: Any) -> None:
@@ -198,7 +217,7 @@ def test_the_report_gives_the_share_of_desirable_answers_and_the_weights_for_kto
     report = report_of(prepared(labelled("q", "no", False), *(labelled("q", f"a{n}", True) for n in range(4))))
     assert (report.kind, report.desirable, report.pairs_kept) == ("labels", 4, 5)
     assert [line for _, line in report.notes()][-1] == (
-        "labels: 4 of 5 desirable (80%); for kto, desirable_weight 0.25 weighs both alike; advised: up to 0.333"
+        "labels: 4 of 5 desirable (80%); for kto, desirable_weight 0.25 balances both counts; advised: up to 0.333"
     )
     assert dict(report.count_rows()) == {"rows read": 5, "labelled responses kept": 5}
 
@@ -247,12 +266,12 @@ def test_a_list_without_any_preference_is_an_error_that_says_so(prepared: Any) -
 
 def test_the_longest_response_of_a_list_decides_whether_it_fits(prepared: Any) -> None:
     rows = [scored("Why?", ("a", 3), ("b " * 30, 2), ("b " * 31, 1)), scored("Why?", ("a", 2), ("b", 1))]
-    limit = prepared(rows[1]).longest_pair + 10
+    limit = prepared(rows[1]).longest_example + 10
     dropped = prepared(*rows, sequence_length=limit)
     assert (len(dropped), report_of(dropped).dropped) == (1, {"too_long": 1})
     cut = prepared(*rows, sequence_length=limit, truncation="response_end")
     # the two long responses begin alike, so one of them is left
-    assert (len(cut), cut.longest_pair, report_of(cut).truncated) == (2, limit, {"response_end": 1})
+    assert (len(cut), cut.longest_example, report_of(cut).truncated) == (2, limit, {"response_end": 1})
     assert cut.lengths[0, 1:].tolist() == [2, limit - len(cut[0].prompt_ids)]
 
 
@@ -296,7 +315,7 @@ def write_lists(path: Path, lists: list[Example], shard_rows: int, rows_per_batc
     with StoreWriter(path, shard_rows, kind="lists") as writer:
         for start in range(0, len(lists), rows_per_batch):
             piece = lists[start : start + rows_per_batch]
-            writer.append(pairs_to_record_batch(piece, [hash_pair(each) for each in piece], "lists"))
+            writer.append(pairs_to_record_batch(piece, [hash_example(each) for each in piece], "lists"))
         writer.finish({"identity": "expected"})
     return ExampleStore.open(path)
 
@@ -320,7 +339,7 @@ def test_lists_are_read_back_unchanged_and_absent_responses_have_length_zero(
         ]
         assert store.scored_lengths[number].tolist() == [*masked, *absent]
     order = np.arange(len(lists))[::-1]
-    hashes = [hash_pair(lists[number]).prompt for number in order]
+    hashes = [hash_example(lists[number]).prompt for number in order]
     assert [bytes(each) for each in store.prompt_hashes(order)] == hashes
 
 

@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 from thresher.data.example import Example
 from thresher.data.prepare.findings import NUM_EXAMPLES, find_leaks
 from thresher.data.settings import DataSettings
-from thresher.data.store.arrow_schema import find_sorted, hash_pair, pairs_to_record_batch
+from thresher.data.store.arrow_schema import find_sorted, hash_example, pairs_to_record_batch
 from thresher.data.store.reader import FORMAT_VERSION, MAX_OPEN_SHARDS, ExampleStore
 from thresher.data.store.writer import StoreWriter
 from thresher.errors import UserError
@@ -33,7 +33,7 @@ def write_store(
     with StoreWriter(path, shard_rows) as writer:
         for start in range(0, len(pairs), rows_per_batch):
             piece = pairs[start : start + rows_per_batch]
-            writer.append(pairs_to_record_batch(piece, [hash_pair(pair) for pair in piece]))
+            writer.append(pairs_to_record_batch(piece, [hash_example(pair) for pair in piece]))
         writer.finish(FIELDS, **options)
     return ExampleStore.open(path)
 
@@ -188,7 +188,7 @@ def test_a_failed_writer_leaves_no_files(tmp_path: Path) -> None:
     def fail() -> None:
         with StoreWriter(tmp_path / "s", 4) as writer:
             pair = make_pair(1)
-            writer.append(pairs_to_record_batch([pair], [hash_pair(pair)]))
+            writer.append(pairs_to_record_batch([pair], [hash_example(pair)]))
             raise RuntimeError("torn")
 
     with pytest.raises(RuntimeError, match="torn"):
@@ -214,9 +214,9 @@ def test_hashes_depend_on_tokens_and_masks_but_not_on_weights() -> None:
     masked = Example.pair(pair.prompt_ids, pair.chosen.ids, pair.rejected.ids, np.zeros(len(pair.chosen.ids), bool))
     all_scored = Example.pair(pair.prompt_ids, pair.chosen.ids, pair.rejected.ids, np.ones(len(pair.chosen.ids), bool))
     swapped = Example.pair(pair.prompt_ids, pair.rejected.ids, pair.chosen.ids)
-    assert hash_pair(pair) == hash_pair(heavier) == hash_pair(all_scored)
-    assert hash_pair(masked).pair != hash_pair(pair).pair
-    assert hash_pair(swapped).pair == hash_pair(pair).swapped
+    assert hash_example(pair) == hash_example(heavier) == hash_example(all_scored)
+    assert hash_example(masked).pair != hash_example(pair).pair
+    assert hash_example(swapped).pair == hash_example(pair).swapped
 
 
 def test_leaks_between_stores_are_found_by_pair_and_by_prompt(tmp_path: Path) -> None:

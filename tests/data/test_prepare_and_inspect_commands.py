@@ -162,6 +162,10 @@ def test_prepare_reads_its_settings_from_a_config(
         ("--chosen-key", "good", "chosen_key=good"),
         ("--rejected-key", "bad", "rejected_key=bad"),
         ("--prompt-key", "question", "prompt_key=question"),
+        ("--completion-key", "reply", "completion_key=reply"),
+        ("--label-key", "good", "label_key=good"),
+        ("--completions-key", "replies", "completions_key=replies"),
+        ("--scores-key", "stars", "scores_key=stars"),
         ("--runtime", "ray", "runtime=ray"),
         ("--ray-address", "head:6379", "ray_address=head:6379"),
     ],
@@ -355,6 +359,8 @@ def test_inspect_shows_each_response_with_its_label_or_score(
         shown = run("inspect", tmp_path / "labels", "--model", model_dir, "--pair", f"{number}")
         assert f"labelled response {number}: weight 1" in shown
         assert any(line.startswith(name) for line in shown.splitlines()), shown
+    with pytest.raises(UserError, match="there is no labelled response 9; the store has labelled responses 0 to"):
+        run("inspect", tmp_path / "labels", "--pair", "9")
     shown = run("inspect", tmp_path / "lists", "--model", model_dir, "--pair", "0")
     assert [line[: len("response 1, score 2.5")] for line in shown.splitlines() if line.startswith("response")] == [
         "response 1, score 2.5",

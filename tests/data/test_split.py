@@ -83,7 +83,7 @@ def test_a_split_reads_as_a_store_of_its_pairs_alone(tmp_path: Path, held_out: b
         for column in ("hash", "prompt_hash"):
             joined = [np.concatenate(list(each.hashes(column))) for each in (store, alone)]
             np.testing.assert_array_equal(*joined)
-        assert store.longest_pair == alone.longest_pair
+        assert store.longest_example == alone.longest_example
         assert store.digest == split.digest
 
 

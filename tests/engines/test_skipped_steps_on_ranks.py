@@ -9,9 +9,9 @@ import torch
 
 from tests.support.engines.parity import PAIRS, Case
 from tests.support.engines.skipped_runs import train_until_the_scale_fits, train_with_nonfinite_step
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.distributed.mesh import ParallelDims
-from thresher.training.records import NonFinitePair
+from thresher.training.records import NonFiniteExample
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +32,7 @@ def test_every_process_skips_the_step_and_names_the_non_finite_pair(case, pool_o
         train_with_nonfinite_step, case, *model_dirs(case.family, case.num_layers)
     )
     step = next(step for step in range(3) if NONFINITE in case.plan.pair_ids(step))
-    culprit = NonFinitePair(NONFINITE, hash_pair(PAIRS[NONFINITE]).pair.hex(), "reference logps")
+    culprit = NonFiniteExample(NONFINITE, hash_example(PAIRS[NONFINITE]).pair.hex(), "reference logps")
     for outcome in outcomes:
         assert [skipped is not None for skipped in outcome.skipped] == [at == step for at in range(3)]
         assert outcome.skipped[step].pairs == (culprit,)

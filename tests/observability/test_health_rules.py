@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from tests.support.health_replay import replay
+from thresher.config.loss import LOSS_PARAMETERS
 from thresher.observability.health import rules
 from thresher.observability.health.history import History, pairs_before_comparison
 from thresher.observability.health.monitor import REARM_RECORDS, RuleEngine
 from thresher.observability.health.rules import RULES, Rule
 
+REFUSABLE = {"rpo_alpha", "length_penalty", "ld_alpha", "length_normalization", "pref_loss", *LOSS_PARAMETERS}
 STEPS, PAIRS, VALIDATION_PAIRS = 200, 16, 100
 FACTS = History(
     total_steps=STEPS,
@@ -24,6 +26,7 @@ FACTS = History(
     starts_at_reference=True,
     logp_noise=1e-3,
     num_validation_pairs=VALIDATION_PAIRS,
+    refused=frozenset({"desirable_weight"}),  # a parameter of losses on labels
 )
 Metrics = dict[str, float]
 Fault = Callable[[float, Metrics], Mapping[str, float]]
@@ -227,7 +230,7 @@ def test_a_rule_fires_again_only_after_its_condition_has_been_absent():
 
 def test_a_condition_that_comes_and_goes_does_not_fire_again():
     """Only records in a row without the condition count: here there are never as many."""
-    rule = Rule("flicker", "it flickers", "none", lambda history: {"step": 1.0} if next(holds) else None)
+    rule = Rule("flicker", "it flickers", ("none",), lambda history: {"step": 1.0} if next(holds) else None)
     pattern = [True, *[False] * (REARM_RECORDS - 1)]
     holds = iter(pattern * 3 + [False, True])
     engine = RuleEngine(replace(FACTS), [rule])
@@ -329,3 +332,15 @@ def test_rules_compare_from_the_pair_on_that_is_announced(pairs_per_record, firs
         seen += pairs_per_record
         history.add(seen, {"loss": 1.0, "pairs_seen": seen})
     assert seen == first == pairs_before_comparison(pairs_per_record)
+
+
+def test_the_advice_leaves_out_what_the_losses_refuse():
+    (rule,) = (each for each in RULES if each.name == "length_exploitation")
+    assert rule.advice() == (
+        "set length_penalty=0.01 (R-DPO), set ld_alpha=0.5 (LD-DPO), set length_normalization=true, or balance the "
+        "lengths in the data"
+    )
+    assert rule.advice({"ld_alpha", "length_normalization"}) == (
+        "set length_penalty=0.01 (R-DPO) or balance the lengths in the data"
+    )
+    assert all(each.advice(REFUSABLE) for each in RULES), "no rule is left without advice"

@@ -67,6 +67,7 @@ def test_the_display_has_the_bar_the_metrics_and_the_last_event(screen):
     [
         ({}, 511, "no events yet; most health rules start at pair 512"),
         ({}, 512, "no events"),
+        ({"unit": "lists"}, 80, "no events yet; most health rules start at list 512"),
         ({"total_pairs": 400}, 80, "no events yet; most health rules start at pair 512, and this run has fewer"),
         ({"health_from": None}, 9000, "health is off"),
     ],

@@ -9,9 +9,9 @@ import pytest
 
 from thresher.errors import DiskError
 from thresher.observability.trackers.jsonl import StepLog
-from thresher.training.records import NonFinitePair, SkippedStep
+from thresher.training.records import NonFiniteExample, SkippedStep
 
-STEP = SkippedStep("gradient", math.nan, (NonFinitePair(3, "ab" * 16, None),), consecutive=1, ends_run=False)
+STEP = SkippedStep("gradient", math.nan, (NonFiniteExample(3, "ab" * 16, None),), consecutive=1, ends_run=False)
 
 
 def test_a_record_is_valid_json_without_nan(tmp_path):

@@ -133,6 +133,31 @@ def test_flops_are_six_per_parameter_and_row_for_short_rows(llama_8b):
     assert flops.recomputed == pytest.approx(2 * 128256 * 4096 * 1000)
 
 
+def test_mismatched_answers_cost_a_forward_more_and_a_reference_scores_them_too(llama_8b):
+    rows = Rows(total=1000, scored=1000, attended=0, useful=1000)
+    forward = 2 * (8_030_261_248 - 65 * 4096 - 128256 * 4096) * 1000  # the embedding is looked up
+    for reference, num_forwards in ((None, 0), ("copy", 2)):
+        process = replace(process_of(llama_8b, ParallelDims(dp_shard=8)), reference=reference)
+        flops = step_flops(process, rows, mismatched=rows)
+        assert flops.mismatched == pytest.approx(forward)
+        assert flops.reference == pytest.approx(num_forwards * forward)
+        assert flops.model == step_flops(process, rows).model
+        assert wire_bytes(process, rows, 2, rows)["dp_shard"] > wire_bytes(process, rows, 2)["dp_shard"]
+
+
+def test_a_step_of_kto_trains_one_answer_per_example_and_scores_another():
+    """Prompts of 10, answers of 5, and mismatched answers of 3 tokens: rows without their last token."""
+    lengths = np.full((256, 3), (10, 5, 3), dtype=np.uint32)
+    layout = PackedLayout(shares_prompt=True)
+    batching = MicroBatching(lengths, CostModel(attention_per_key=0, shares_prompt=True))
+    plan = Plan(num_pairs=256, seed=0, pairs_per_step=256, num_steps=1)
+    workload = sample_workload(plan, batching, layout, num_ranks=128, is_assumed=True, has_mismatched=True)
+    assert (workload.rows_per_step, workload.step.total) == (256 * 14, 2 * 14)
+    assert workload.mismatched is not None
+    assert (workload.mismatched.total, workload.mismatched.scored) == (2 * 12, 2 * 3)
+    assert workload.useful_per_step == 256 * 15
+
+
 def test_attention_scores_that_the_backward_computes_again_are_not_model_flops(llama_8b):
     """Of a causal row of n tokens: n (n + 1) / 2 scores of 2 x 32 x 128 FLOPs, and as many for the weighted values."""
     size = replace(llama_8b, active=llama_8b.active * 0)

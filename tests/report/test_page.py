@@ -11,9 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.report_page import Page
+from thresher.data.store.reader import ExampleStore
 from thresher.observability.health.monitor import HealthEvent
 from thresher.observability.trackers.jsonl import StepLog, read_metrics, read_records
 from thresher.report.charts import Chart
@@ -23,6 +25,7 @@ from thresher.report.tables import outcome_rows
 
 vl_convert = pytest.importorskip("vl_convert", reason="the extra report is not installed")
 
+SIDES = ("chosen", "rejected")
 HOSTILE = '</script><script>alert(1)</script><img src="http://example.com/x.png">&amp;\x1b[2J'
 
 
@@ -94,6 +97,62 @@ def test_tables_show_what_was_run(page: Page, run_dir: Path) -> None:
     } == set(page.sections)
 
 
+def test_runs_on_labels_show_both_labels_apart(label_run: Path) -> None:
+    page, logs = page_of(label_run), label_run / "logs"
+    last = read_records(logs / "eval_pairs.jsonl")[-1]
+    desirable = [reward for reward, label in zip(last["rewards/response"], last["label"], strict=True) if label]
+    assert len(desirable) == 2
+    for label, count in (("desirable", 2), ("undesirable", 1)):
+        for chart in ("reward-distribution", "probability-distribution"):
+            shares = [share for _, share in page.points(chart, side=label) if share]
+            assert sum(shares) == pytest.approx(1.0, abs=1e-5)
+            assert len(shares) <= count
+    middles = [x for x, share in page.points("reward-distribution", side="desirable") if share]
+    assert min(middles) == pytest.approx(min(desirable), abs=0.05)
+    assert page.points("kto-z0", kind="training")
+    assert [step for step, _ in page.points("rewards", side="undesirable")] == [2, 4]
+    assert "The reward margin on validation labelled responses" in page.text
+    assert "Validation labelled responses: 3" in page.text
+    assert "most rules compare from labelled response 516 on" in page.text
+    assert not {"margin-distribution", "margin-by-length"} & set(page.charts)
+
+
+def test_runs_on_lists_show_the_reward_of_each_rank(list_run: Path) -> None:
+    """The three validation lists have 2, 3 and 4 responses."""
+    page = page_of(list_run)
+    last = read_records(list_run / "logs" / "eval_pairs.jsonl")[-1]
+    by_rank = [[float(each) for each in last[f"rewards/rank_{rank}"]] for rank in (1, 2, 3, 4)]
+    assert [(rank, pytest.approx(float(np.nanmean(each)), rel=1e-5)) for rank, each in enumerate(by_rank, 1)] == (
+        page.points("reward-by-rank", evaluation="step 4")
+    )
+    assert by_rank[0] == last["rewards/chosen"]
+    assert [by_rank[1][0], by_rank[2][1], by_rank[3][2]] == last["rewards/rejected"]
+    assert np.isnan(by_rank).sum(axis=0).tolist() == [2, 1, 0]
+    shares = page.points("margin-distribution", evaluation="step 4")
+    margins = [best - np.nanmean([each[at] for each in by_rank[1:]]) for at, best in enumerate(by_rank[0])]
+    assert sum(share for x, share in shares if x > 0) == pytest.approx(np.mean(np.array(margins) > 0), abs=0.34)
+    assert page.charts["margin-distribution"]["spec"]["description"].startswith("Reward margin of each list")
+    assert "Training lists: 21" in page.text
+    assert "lists per second" in page.text
+
+
+def test_runs_of_reward_models_have_rewards_and_true_lengths_but_no_logps(reward_model_run: Path) -> None:
+    page = page_of(reward_model_run)
+    last = read_records(reward_model_run / "logs" / "eval_pairs.jsonl")[-1]
+    assert last.keys() == {"step", "pairs"} | {f"{name}/{s}" for name in ("rewards", "lengths") for s in SIDES}
+    store = ExampleStore.open(next((reward_model_run / "data").glob("validation-*")))
+    assert [last[f"lengths/{side}"] for side in SIDES] == store.lengths[:, 1:].T.tolist()
+    assert page.points("margin-by-length")
+    assert "probability-distribution" not in page.charts
+    assert re.search(r"Reward accuracy on validation pairs \w+ (at|from) [^;]*\.", page.text)
+
+
+def test_runs_of_different_kinds_are_compared_in_examples(run_dir: Path, label_run: Path, list_run: Path) -> None:
+    page = page_of(run_dir, label_run, list_run)
+    assert "examples per second" in page.text
+    assert {each["labels"]["side"] for each in page.charts["rewards"]["series"]} == {"chosen", "rejected"}
+
+
 def test_the_page_requests_nothing_and_is_small(page: Page) -> None:
     assert len(page.html.encode()) < MAX_BYTES == 5_000_000
     for tag, attributes in page.elements:
@@ -109,10 +168,12 @@ def test_the_page_requests_nothing_and_is_small(page: Page) -> None:
     assert len(re.findall(r"'sha256-", policy)) == 2
 
 
-def test_every_chart_is_drawn_with_its_points(run_dir: Path) -> None:
+@pytest.mark.parametrize("name", ["run_dir", "label_run", "list_run", "reward_model_run"])
+def test_every_chart_is_drawn_with_its_points(name: str, request: pytest.FixtureRequest) -> None:
     """Vega itself, without a browser; an invalid specification or field would raise or draw no mark."""
-    charts: list[Chart] = [chart for section in sections_of(read_runs([run_dir])) for chart in section.charts]
-    assert len(charts) > 10
+    run: Path = request.getfixturevalue(name)
+    charts: list[Chart] = [chart for section in sections_of(read_runs([run])) for chart in section.charts]
+    assert len(charts) > (10 if name != "reward_model_run" else 8)
     for chart in charts:
         rows = [
             {**each.labels, **dict(zip(each.columns, values, strict=True))}

@@ -86,7 +86,7 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
         with track(trackers, runtime.inputs, resume_step=None) as skipped:
             log = StepLog(config.log_dir / EVAL_PAIRS, None)
             keep = lambda step, pairs: log.write(pairs.to_json(step))  # noqa: E731
-            fit(runtime, config, inputs.plan, trackers, skipped, keep_pairs=keep)
+            fit(runtime, config, inputs.plan, trackers, skipped, keep_examples=keep)
 
     yield run
     for cluster in clusters:

@@ -10,7 +10,7 @@ import torch
 
 from thresher.data.batching.batches import Blocks
 from thresher.data.example import Example, ExampleBatch
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.losses.pairs import ExampleLogps, ResponseLogps
 from thresher.reference.cache import ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
@@ -38,7 +38,7 @@ class NoisePairs:
 
     def hashes(self) -> Iterator[np.ndarray]:
         for start in range(0, len(self.pairs), 5):
-            keys = [hash_pair(pair).pair for pair in self.pairs[start : start + 5]]
+            keys = [hash_example(pair).pair for pair in self.pairs[start : start + 5]]
             yield np.frombuffer(b"".join(keys), dtype="V16")
 
 

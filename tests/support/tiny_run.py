@@ -18,7 +18,7 @@ from thresher.builders.reference import build_beside, open_reference, score_miss
 from thresher.builders.trainer import build_trainer
 from thresher.config import DPOConfig, parse_config
 from thresher.data.example import Example, ExampleBatch
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.models.layouts import PackedLayout, choose_layout
 from thresher.models.loading.load import load_model_config
 from thresher.observability.log_files import SKIPPED_STEPS
@@ -33,6 +33,8 @@ LAYOUT = PackedLayout(shares_prompt=True)
 class PairsInMemory:
     """The part of ExampleStore that a trainer uses."""
 
+    unit = "pairs"
+
     def __init__(self, pairs: Sequence[Example]):
         self.pairs = list(pairs)
         num_sides = max((len(pair.responses) for pair in self.pairs), default=2)
@@ -46,23 +48,23 @@ class PairsInMemory:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(b"".join(hash_pair(pair).pair for pair in self.pairs)).hexdigest()
+        return hashlib.sha256(b"".join(hash_example(pair).pair for pair in self.pairs)).hexdigest()
 
     @property
-    def longest_pair(self) -> int:
+    def longest_example(self) -> int:
         return int((self.lengths[:, 0] + self.lengths[:, 1:].max(axis=1)).max())
 
     def __getitem__(self, pair_id: int) -> Example:
         return self.pairs[pair_id]
 
     def prompt_hashes(self, ids: np.ndarray) -> np.ndarray:
-        return np.frombuffer(b"".join(hash_pair(self.pairs[int(i)]).prompt for i in ids), dtype="V16")
+        return np.frombuffer(b"".join(hash_example(self.pairs[int(i)]).prompt for i in ids), dtype="V16")
 
     def number_in_files(self, pair_id: int) -> int:
         return pair_id
 
     def hashes(self) -> Iterator[np.ndarray]:
-        yield np.frombuffer(b"".join(hash_pair(pair).pair for pair in self.pairs), dtype="V16")
+        yield np.frombuffer(b"".join(hash_example(pair).pair for pair in self.pairs), dtype="V16")
 
     def read(self, ids: Sequence[int]) -> ExampleBatch:
         return ExampleBatch(np.asarray(ids, dtype=np.int64), tuple(self.pairs[int(i)] for i in ids))

@@ -17,14 +17,14 @@ from thresher.engines.accumulate import MicroBatch, objective_inputs
 from thresher.observability.trackers.jsonl import read_records
 from thresher.pipeline import DPOPipeline
 from thresher.training.loop import evaluate
-from thresher.training.records import EvaluatedPairs, PairSampler
+from thresher.training.records import EvaluatedExamples, ExampleSampler
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "simpo", "aot"])
 def test_the_means_of_the_pairs_are_the_metrics(base, loss):
     run = build_run(merge(base, {"pref_loss": loss}), noise_pairs(8), noise_pairs(5, seed=5))
-    kept: list[EvaluatedPairs] = []
-    metrics = evaluate(run.trainer, 0, keep_pairs=lambda step, pairs: kept.append(pairs))
+    kept: list[EvaluatedExamples] = []
+    metrics = evaluate(run.trainer, 0, keep_examples=lambda step, pairs: kept.append(pairs))
     (pairs,) = kept
     assert pairs.numbers == [0, 1, 2, 3, 4]
     for name in ("rewards", "logps", "lengths"):
@@ -43,7 +43,7 @@ def test_the_means_of_the_pairs_are_the_metrics(base, loss):
 def test_a_large_set_is_sampled_at_regular_intervals(base):
     """Of 10 pairs at most 4: every third one, whichever micro-batch it is in."""
     run = build_run(base, noise_pairs(8), noise_pairs(10, seed=5))
-    sampler = PairSampler(run.trainer.objective, noise_pairs(10, seed=5), max_pairs=4)
+    sampler = ExampleSampler(run.trainer.objective, noise_pairs(10, seed=5), max_pairs=4)
     for ids in ([6, 7, 8, 9], [0, 1, 2], [4]):
         pairs = noise_pairs(10, seed=5).read(ids)
         micro = MicroBatch(pairs, run.reference.validation.logps(pairs))

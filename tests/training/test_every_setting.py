@@ -16,6 +16,7 @@ from tests.support.compared_runs import merge
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.tiny_run import build_run, noise_labels, noise_lists, noise_pairs
 from thresher.config import DPOConfig, LossConfig, ModelArgs, ReferenceConfig, ReferenceModelArgs, TrainingArgs
+from thresher.config.dpo import COLUMN_KEYS
 
 Effect = Literal["first loss", "some loss", "later losses", "rates", "weights", "nothing"]
 
@@ -171,7 +172,7 @@ NO_NUMBERS = {
             "max_consecutive_skipped_steps",
         ),
         *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
-        *("pretrain", "sequence_length", "chosen_key", "rejected_key", "prompt_key", "track_with", "tracker_kwargs"),
+        *("pretrain", "sequence_length", *COLUMN_KEYS, "track_with", "tracker_kwargs"),
         *(
             "actor_train",
             "reference",

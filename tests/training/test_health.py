@@ -115,6 +115,35 @@ def test_the_advice_for_likelihood_displacement_ends_it(base, tmp_path, drifted)
     assert "likelihood_displacement" not in {each["rule"] for each in events(tmp_path)}
 
 
+@pytest.mark.parametrize(
+    ("loss", "row_of", "advice"),
+    [
+        (
+            {"pref_loss": "kto", "undesirable_weight": 20.0},
+            lambda at, row: {"completion": row["chosen"], "label": at % 2},
+            "raise desirable_weight, ",
+        ),
+        (
+            {"pref_loss": "plackett_luce"},
+            lambda _, row: {"completions": [row["chosen"], row["rejected"]], "scores": [2, 1]},
+            "",
+        ),
+    ],
+    ids=["labels", "lists"],
+)
+def test_runs_on_labels_and_lists_get_advice_that_their_loss_accepts(base, tmp_path, loss, row_of, advice):
+    rows = [json.loads(line) for line in Path(base["actor_train"]["data_args"]["file_name"]).read_text().splitlines()]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": row["prompt"]} | row_of(at, row)) + "\n" for at, row in enumerate(rows))
+    )
+    data = merge(base, {"actor_train": {"data_args": {"file_name": str(file)}}})
+    found = {each["rule"]: each for each in events(run(data, tmp_path / "out", **loss))}
+    assert found["likelihood_displacement"]["advice"] == (
+        f"{advice}lower actor_train.training_args.learning_rate{',' * bool(advice)} or raise beta"
+    )
+
+
 def test_off_computes_no_entropy_and_trains_the_same_weights(base, tmp_path, drifted):
     output = run(base, tmp_path, health=False)  # as YAML reads `off`
     assert events(output) == []

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from tests.support.compared_runs import merge
 from tests.support.tiny_models import replace_side
 from tests.support.tiny_run import PairsInMemory, TinyRun, build_run, noise_labels, noise_pairs
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.errors import UserError
 
 POISONED, TOKEN = 5, 2  # a pair id, and a token that random pairs do not contain
@@ -86,7 +86,7 @@ def test_steps_with_a_poisoned_pair_are_skipped_and_all_others_made(
     step = poisoned_steps[0]
     first, second = records(run)
     assert [first["step"], second["step"]] == [number + 1 for number in poisoned_steps]
-    content = hash_pair(pairs.pairs[POISONED]).pair.hex()
+    content = hash_example(pairs.pairs[POISONED]).pair.hex()
     if poison == "gradient":
         assert first["reason"] == "gradient"
         # a gradient is not attributable to one pair
@@ -149,7 +149,7 @@ def test_kto_names_the_example_and_the_one_that_its_answer_stands_next_to(differ
         ids = visits.plan.pair_ids(step)
         (other,) = visits.examples_of(ids[visits.others_of(ids) == POISONED]).tolist()
         faults = {POISONED: "policy logps", other: "policy logps of the mismatched answer"}
-        expected.append({at: (hash_pair(labels.pairs[at]).pair.hex(), fault) for at, fault in faults.items()})
+        expected.append({at: (hash_example(labels.pairs[at]).pair.hex(), fault) for at, fault in faults.items()})
     assert [{each["pair"]: (each["hash"], each["fault"]) for each in record["pairs"]} for record in records(run)] == (
         expected
     )

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from thresher.builders.data import check_pairs, probe_pairs
+from thresher.builders.data import check_examples, probe_examples
 from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.inputs import RunInputs, find_layout
 from thresher.config.roles import RoleConfig
@@ -31,7 +31,7 @@ def build_checked_policy(
     """
     config, trusts = inputs.config, inputs.config.actor_train.model_args.trust_remote_code
     model_config = load_model_config(inputs.policy_path, trust_remote_code=trusts)
-    check_pairs(config, inputs.objective, model_config, [inputs.train, inputs.validation])
+    check_examples(config, inputs.objective, model_config, [inputs.train, inputs.validation])
     return _build_checked(
         inputs, config.actor_train, lambda layout: build_policy(config, layout, device=device, world=world)
     )
@@ -59,7 +59,7 @@ def build_checked_reference(
 def _build_checked(
     inputs: RunInputs, role: RoleConfig, build: Callable[[Layout], Built]
 ) -> tuple[Built, Layout, tuple[str, ...]]:
-    probe = probe_pairs(inputs.train)
+    probe = probe_examples(inputs.train)
     engine = build(inputs.layout)
     try:
         engine.check_logps(probe)

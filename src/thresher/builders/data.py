@@ -39,6 +39,10 @@ def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
         chosen_key=config.chosen_key,
         rejected_key=config.rejected_key,
         prompt_key=config.prompt_key,
+        completion_key=config.completion_key,
+        label_key=config.label_key,
+        completions_key=config.completions_key,
+        scores_key=config.scores_key,
         system_prompt=args.system_prompt,
         join_labelled=args.join_labelled,
         margin_from_scores=args.margin_from_scores,
@@ -63,9 +67,10 @@ def open_stores(
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:
         logger.warning(
-            "of %s training pairs, %s are also in the validation set and %s share a prompt with it; evaluation on "
-            "those pairs measures memorization",
+            "of %s training %s, %s are also in the validation set and %s share a prompt with it; evaluation on "
+            "those measures memorization",
             f"{len(train):,}",
+            train.unit,
             f"{pairs.count:,}",
             f"{prompts.count:,}",
         )
@@ -85,7 +90,7 @@ def _warn_about_truncation(store: ExampleStore, role: str, args: DataArgs) -> No
         logger.warning("%s: %s", store.path, warning)
 
 
-def check_pairs(
+def check_examples(
     config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[ExampleStore | None]
 ) -> None:
     """Reject columns that the losses ignore and pairs longer than the model's context, before training."""
@@ -94,11 +99,11 @@ def check_pairs(
         if store is None:
             continue
         objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
-        longest, limit = store.longest_pair, config.sequence_length
-        found = f"{store.path} contains pairs of up to {longest} tokens"
+        longest, limit = store.longest_example, config.sequence_length
+        found = f"{store.path} contains {store.unit} of up to {longest} tokens"
         if longest > limit:
             raise UserError(
-                f"{found}, more than sequence_length {limit}; raise sequence_length or prepare the pairs again"
+                f"{found}, more than sequence_length {limit}; raise sequence_length or prepare the data again"
             )
         if context is not None and longest > context:
             raise UserError(f"{found}, but the model's context is {context}; set sequence_length={context}")
@@ -106,11 +111,11 @@ def check_pairs(
             raise UserError(
                 f"{found}, but longrope of the model family {model.model_type} rotates all sequences of a batch "
                 f"differently if one has more than {longrope} tokens, so log-probabilities would depend on the "
-                f"other pairs of the batch; set sequence_length={longrope}"
+                f"other examples of the batch; set sequence_length={longrope}"
             )
 
 
-def probe_pairs(store: ExampleStore) -> ExampleBatch:
+def probe_examples(store: ExampleStore) -> ExampleBatch:
     """Two pairs to check the model on: those with the shortest and the longest sequence of the first 4096.
 
     The longest is the most likely to exceed a sliding window, and a difference in length shows a dependence on it.

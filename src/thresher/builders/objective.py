@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from thresher.config import DPOConfig
+from thresher.config.loss import LOSS_PARAMETERS
 from thresher.data.prepare.report import report_of
 from thresher.data.rows.formats import FORMATS
 from thresher.data.store.reader import ExampleStore
@@ -30,6 +32,10 @@ def build_objective(config: DPOConfig) -> Objective:
             raise UserError("samples is not possible with bradley_terry: a reward model writes no answers; remove it")
         if not config.apply_loss_mask:
             raise UserError("apply_loss_mask has no effect on bradley_terry, which scores whole responses; remove it")
+        if config.length_normalization is not None:
+            raise UserError(
+                "length_normalization has no effect on bradley_terry, which has no log-probabilities; remove it"
+            )
     # gamma is SimPO's and AlphaPO's target margin; other losses get the same term in their logit
     has_gamma = any("gamma" in parameter_defaults(name) for name in weights)
     margin = 0.0 if has_gamma else parameters.pop("gamma", 0.0)
@@ -145,6 +151,28 @@ def warn_about_labels(objective: Objective, train: ExampleStore) -> None:
             train.path,
             *(("desirable", "more") if report.desirable else ("undesirable", "less")),
         )
+
+
+# modifiers that health rules advise
+_ADVISED: Mapping[str, object] = {
+    "rpo_alpha": 1.0,
+    "length_penalty": 0.01,
+    "ld_alpha": 0.5,
+    "length_normalization": True,
+    "pref_loss": "ipo",
+}
+
+
+def refused_settings(config: DPOConfig, train: ExampleStore) -> frozenset[str]:
+    """The settings that health rules advise and that the losses of a run, or its data, refuse."""
+    known = {name for loss in config.loss_weights for name in parameter_defaults(loss)}
+    refused = set(LOSS_PARAMETERS) - known
+    for name, value in _ADVISED.items():
+        try:
+            for_data(build_objective(config.model_copy(update={name: value})), train)
+        except UserError:
+            refused.add(name)
+    return frozenset(refused)
 
 
 def build_schedule(config: DPOConfig, num_steps: int) -> LRSchedule:

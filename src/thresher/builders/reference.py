@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from thresher.builders.checked_engines import build_checked_reference
-from thresher.builders.data import StoreBuilder, check_pairs
+from thresher.builders.data import StoreBuilder, check_examples
 from thresher.builders.engines import compilation, device_of
 from thresher.builders.hardware import gpu_of
 from thresher.builders.inputs import RunInputs, scoring_batching
@@ -129,7 +129,7 @@ def precompute_reference(
     inputs.open()
     path = str(config.reference_path)
     model_config = load_model_config(path, trust_remote_code=config.trusts_reference_code)
-    check_pairs(config, inputs.objective, model_config, [inputs.train, inputs.validation])
+    check_examples(config, inputs.objective, model_config, [inputs.train, inputs.validation])
     device = device_of(config.reference)
     inputs = with_token_budget(inputs, None, lambda: gpu_of(device))
     splits = [split for split in look_up(inputs, device, all_pairs=all_pairs) if split is not None]

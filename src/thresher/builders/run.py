@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.inputs import RunInputs
+from thresher.builders.objective import refused_settings
 from thresher.builders.reference_mode import same_initial_weights
 from thresher.checkpoint.manager import DamagedCheckpoints, list_checkpoints
 from thresher.checkpoint.manifest import read_manifest
@@ -98,6 +99,7 @@ def track(trackers: Trackers, inputs: RunInputs, *, resume_step: int | None) -> 
         config=redact(values),
         total_steps=plan.num_steps,
         total_pairs=plan.num_visits,
+        unit=inputs.train.unit,
         health_from=None
         if config.health == "off"
         else pairs_before_comparison(plan.pairs_per_step * config.logging_steps),
@@ -188,7 +190,7 @@ def _describe_store(store: ExampleStore | None, *, has_report: bool) -> dict[str
         report = report_of(store).to_json() if has_report else None
     except UserError:  # the run has warned about it
         report = None
-    return {"pairs": len(store), "report": report}
+    return {"kind": store.kind, "pairs": len(store), "report": report}
 
 
 def build_history(inputs: RunInputs) -> History:
@@ -211,6 +213,7 @@ def build_history(inputs: RunInputs) -> History:
         logp_noise=tolerance(DTYPES[config.actor_train.model_args.dtype], "other mesh", num_tokens=1),
         compares_sides=any(loss.compares_sides for loss, _ in objective.terms),
         num_validation_pairs=0 if inputs.validation is None else len(inputs.validation),
+        refused=refused_settings(config, inputs.train),
     )
 
 

@@ -41,7 +41,7 @@ class BudgetChoice:
     """Finds the token budgets that fit into the memory of a run's processes."""
 
     processes: Sequence[Process]  # of the first and the last pipeline stage
-    longest_pair: int  # tokens, with padding
+    longest_example: int  # tokens, with padding
     tokens_per_step: float  # of a data-parallel rank
 
     @classmethod
@@ -55,7 +55,7 @@ class BudgetChoice:
 
     def choose(self, gpu: Hardware, gpus_per_node: int) -> TokenBudget:
         """The budget that a run without one gets, at least as large as the longest pair."""
-        process, longest = self.processes[0], self.longest_pair
+        process, longest = self.processes[0], self.longest_example
         if not process.packs_rows and self.fits(process.training.per_device_train_batch_size * longest, gpu):
             return None, f"per_device_train_batch_size pairs fit into {gpu.name}"
         tokens = largest = self.largest(gpu)

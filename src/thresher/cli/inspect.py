@@ -46,7 +46,8 @@ def inspect(
         _print_summary(opened)
         return
     if not 0 <= pair < len(opened):
-        raise UserError(f"there is no pair {pair}; the store has pairs 0 to {len(opened) - 1}")
+        unit = _UNITS[opened.kind]
+        raise UserError(f"there is no {unit[:-1]} {pair}; the store has {unit} 0 to {len(opened) - 1}")
     if model is None:
         raise UserError("--pair shows text, which needs the tokenizer; pass --model DIR")
     _print_pair(opened, pair, model, ids=ids)

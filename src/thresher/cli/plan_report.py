@@ -65,14 +65,19 @@ def _facts(estimate: Estimate) -> list[str]:
         tokens = estimate.config.actor_train.training_args.max_tokens_per_micro_batch
         shown = "no limit" if tokens is None else f"{tokens:,}"
         notes.append(f"max_tokens_per_micro_batch: auto -> {shown}, {estimate.budget_reason}")
+    if workload.mismatched is not None:
+        notes.append(
+            f"kto: {workload.mismatched.total:,} rows of mismatched answers per data-parallel rank and step, scored "
+            "without gradient; their lengths are drawn from the answers"
+        )
     return [
         f"model: {estimate.parts.policy_path}, {size.total:,.0f} parameters, {size.trained:,.0f} trained",
         f"GPUs: {cluster.num_gpus} x {cluster.gpu.name}, {_mesh(estimate)}",
-        f"pairs: {estimate.pairs.source}",
-        f"step: {plan.pairs_per_step:,} pairs, {useful:,.0f} useful tokens{assumed}",
+        f"{estimate.pairs.unit}: {estimate.pairs.source}",
+        f"step: {plan.pairs_per_step:,} {estimate.pairs.unit}, {useful:,.0f} useful tokens{assumed}",
         f"micro-batches: {workload.most_micro_batches} per data-parallel rank, the largest of "
         f"{workload.largest.total:,} tokens",
-        f"epoch: {plan.num_pairs:,} pairs, {useful * plan.steps_per_epoch:,.0f} useful tokens, "
+        f"epoch: {plan.num_pairs:,} {estimate.pairs.unit}, {useful * plan.steps_per_epoch:,.0f} useful tokens, "
         f"{plan.steps_per_epoch:,} steps{assumed}; the run has {plan.num_steps:,} steps",
         f"layout: {estimate.parts.layout.name}, {workload.rows_per_step:,.0f} rows per step, "
         f"{workload.saved_rows:.0%} fewer than padded",

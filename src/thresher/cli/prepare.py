@@ -44,6 +44,10 @@ CONFIG_KEYS = {
     "chosen_key": "chosen_key",
     "rejected_key": "rejected_key",
     "prompt_key": "prompt_key",
+    "completion_key": "completion_key",
+    "label_key": "label_key",
+    "completions_key": "completions_key",
+    "scores_key": "scores_key",
     "runtime": "runtime",
     "ray_address": "ray_address",
 }
@@ -95,6 +99,10 @@ def prepare(
     chosen_key: Annotated[str | None, _for_rows("Column of the chosen response.")] = None,
     rejected_key: Annotated[str | None, _for_rows("Column of the rejected response.")] = None,
     prompt_key: Annotated[str | None, _for_rows("Column of the prompt.")] = None,
+    completion_key: Annotated[str | None, _for_rows("Column of the one answer of a row.")] = None,
+    label_key: Annotated[str | None, _for_rows("Column of an answer's label.")] = None,
+    completions_key: Annotated[str | None, _for_rows("Column of the list of responses.")] = None,
+    scores_key: Annotated[str | None, _for_rows("Column of the list of their scores.")] = None,
     num_processes: Annotated[
         int | None, typer.Option("--num-processes", "-n", help="Tokenizer processes.", rich_help_panel=WORKERS)
     ] = None,
@@ -136,6 +144,10 @@ def prepare(
                 chosen_key=chosen_key,
                 rejected_key=rejected_key,
                 prompt_key=prompt_key,
+                completion_key=completion_key,
+                label_key=label_key,
+                completions_key=completions_key,
+                scores_key=scores_key,
             )
             if runtime not in ("local", "ray"):
                 raise UserError(f"--runtime is {runtime!r}; use local or ray")

@@ -103,7 +103,7 @@ def _print_tables(report: PrepareReport, console: Console) -> None:
     from thresher.data.prepare.report import percentile_names
 
     counts = [(name, f"{count:,}") for name, count in report.count_rows()]
-    console.print(make_table("Rows and pairs", [""], ["count"], counts))
+    console.print(make_table("Rows and examples", [""], ["count"], counts))
     if report.percentiles:
         lengths = [(name, *(f"{value:,}" for value in values)) for name, values in report.percentiles.items()]
         console.print(make_table("Length in tokens", [""], percentile_names(), lengths))

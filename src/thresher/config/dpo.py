@@ -61,6 +61,12 @@ _TRACKER_SETTINGS = (
 # the validation context of a config made in Python, to which DPOTrainer may add data and devices
 _FROM_PYTHON: dict[str, Any] = {"from": "Python"}
 
+# each names the column of a row that formats know without the suffix
+COLUMN_KEYS = (
+    *("chosen_key", "rejected_key", "prompt_key"),
+    *("completion_key", "label_key", "completions_key", "scores_key"),
+)
+
 
 class DPOConfig(LossConfig):
     """All settings of a run.
@@ -154,6 +160,14 @@ class DPOConfig(LossConfig):
     """Column of the rejected response, if its name is not recognized."""
     prompt_key: str | None = None
     """Column of the prompt, if its name is not recognized."""
+    completion_key: str | None = None
+    """Column of the one answer of a row, if its name is not recognized."""
+    label_key: str | None = None
+    """Column of an answer's label, if its name is not recognized."""
+    completions_key: str | None = None
+    """Column of the list of responses, if its name is not recognized."""
+    scores_key: str | None = None
+    """Column of the list of their scores, if its name is not recognized."""
 
     actor_train: PolicyConfig = PolicyConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -257,7 +271,7 @@ class DPOConfig(LossConfig):
                 evaluation.append("actor_train.training_args.per_device_eval_batch_size")
             yield evaluation, "without validation.data_args or validation.split; set one or remove {it}"
         if self.actor_train.data_args.store and not (self.validation and self.validation.data_args.file_name):
-            columns = self.non_default("chosen_key", "rejected_key", "prompt_key")
+            columns = self.non_default(*COLUMN_KEYS)
             yield columns, "on a store, which is already prepared; remove {it}"
         for names, trackers in _TRACKER_SETTINGS:
             if not set(trackers) & set(self.track_with):

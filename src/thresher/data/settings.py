@@ -28,6 +28,10 @@ class DataSettings:
     chosen_key: str | None = None
     rejected_key: str | None = None
     prompt_key: str | None = None
+    completion_key: str | None = None
+    label_key: str | None = None
+    completions_key: str | None = None
+    scores_key: str | None = None
     system_prompt: str | None = None  # of rows that have none
     join_labelled: bool = False  # rows of one answer and a label become pairs, where a prompt has both labels
     margin_from_scores: bool = False  # the margin of a pair is the difference of its scores
@@ -62,6 +66,7 @@ class DataSettings:
     @property
     def column_names(self) -> Mapping[str, str]:
         """Map standard column names to the user's, for renamed columns only."""
-        keys = {"chosen": self.chosen_key, "rejected": self.rejected_key, "prompt": self.prompt_key}
+        names = ("chosen", "rejected", "prompt", "completion", "label", "completions", "scores")
+        keys = {name: getattr(self, f"{name}_key") for name in names}
         # `instruction` stays as it is: it selects the format in which `input` is appended to the prompt
         return {name: column for name, column in keys.items() if column and column not in (name, "instruction")}

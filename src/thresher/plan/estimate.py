@@ -49,7 +49,7 @@ class KnownRun:
     def pairs(self, pairs_per_step: int) -> PairLengths:
         """Lengths of the pairs; assumed ones are made for the first number of pairs per step."""
         if self._pairs is None:
-            self._pairs = find_lengths(self.config, self.parts.tokenizer, pairs_per_step)
+            self._pairs = find_lengths(self.config, self.parts, pairs_per_step)
         return self._pairs
 
 
@@ -160,7 +160,12 @@ class Estimate:
         key = (ranks, self.pairs_per_step, batching.max_tokens, batching.max_pairs)
         if key not in self.known.workloads:
             self.known.workloads[key] = sample_workload(
-                self.plan, batching, self.parts.layout, ranks, is_assumed=self.pairs.is_assumed
+                self.plan,
+                batching,
+                self.parts.layout,
+                ranks,
+                is_assumed=self.pairs.is_assumed,
+                has_mismatched=self.pairs.has_mismatched,
             )
         return self.known.workloads[key]
 
@@ -189,14 +194,14 @@ class Estimate:
 
     @cached_property
     def stages(self) -> list[StageEstimate]:
-        step, count = self.workload.step, self.workload.micro_batches
+        step, count, mismatched = self.workload.step, self.workload.micro_batches, self.workload.mismatched
         return [
             StageEstimate(
                 name,
                 self.memories[name],
-                wire_bytes(process, step, count),
-                step_flops(process, step),
-                step_time(process, self.cluster, step, count, self.compiled),
+                wire_bytes(process, step, count, mismatched),
+                step_flops(process, step, mismatched),
+                step_time(process, self.cluster, step, count, self.compiled, mismatched=mismatched),
             )
             for name, process in self.processes.items()
         ]

@@ -47,14 +47,17 @@ class Flops:
     model: float  # what forward and backward need: the numerator of MFU
     recomputed: float  # layers, attention scores and logits, computed again in the backward
     reference: float  # of a reference that these processes score
+    mismatched: float = 0.0  # of KTO's mismatched answers, which the policy scores without gradient
 
     @property
     def total(self) -> float:
-        return self.model + self.recomputed + self.reference
+        return self.model + self.recomputed + self.reference + self.mismatched
 
 
-def step_flops(process: Process, rows: Rows) -> Flops:
-    """FLOPs for the rows of a step."""
+def step_flops(process: Process, rows: Rows, mismatched: Rows | None = None) -> Flops:
+    """FLOPs for the rows of a step, and for KTO's mismatched answers."""
+    scored_twice = 0.0 if mismatched is None else _forward_flops(process, mismatched)
+    scores = process.reference is not None
     dims, active = process.dims, process.size.active
     share = process.num_layers / process.size.num_layers / dims.tp
     per_element = 2 * rows.total / dims.cp
@@ -68,8 +71,14 @@ def step_flops(process: Process, rows: Rows) -> Flops:
     return Flops(
         model=2 * products + weights + 3 * attention + 2 * head + head_weight,
         recomputed=again * (products + attention) + attention / 2 + head,
-        reference=products + attention + head if process.reference is not None else 0.0,
+        reference=products + attention + head + scored_twice if scores else 0.0,
+        mismatched=scored_twice,
     )
+
+
+def _forward_flops(process: Process, rows: Rows) -> float:
+    known = step_flops(replace(process, reference="copy"), rows)
+    return known.reference
 
 
 def pipeline_model_flops(process: Process, rows: Rows) -> float:
@@ -77,11 +86,16 @@ def pipeline_model_flops(process: Process, rows: Rows) -> float:
     return step_flops(replace(process, dims=replace(process.dims, pp=1), stage=0), rows).model
 
 
-def wire_bytes(process: Process, rows: Rows, micro_batches: float) -> dict[MeshDim, float]:
+def wire_bytes(
+    process: Process, rows: Rows, micro_batches: float, mismatched: Rows | None = None
+) -> dict[MeshDim, float]:
     """Bytes that a process sends in a step, in ring collectives."""
     dims, size, settings, compute = process.dims, process.size, process.settings, process.compute
     stored, full = process.stored, process.recompute == "full"
-    scores = process.reference is not None
+    # forwards without gradient: how often weights are gathered for them, and their rows in units of the trained ones
+    gathers = (process.reference is not None) + (mismatched is not None)
+    share = 0.0 if mismatched is None else mismatched.total / rows.total
+    forwards = share + (process.reference is not None) * (1 + share)
     hidden = rows.total / dims.cp * size.hidden
     sent: dict[MeshDim, float] = {}
     if dims.fsdp_size > 1:
@@ -89,23 +103,25 @@ def wire_bytes(process: Process, rows: Rows, micro_batches: float) -> dict[MeshD
         layers, outer = compute * process.matrices.total, stored * (process.elements.total - process.matrices.total)
         times = 1 if settings.zero_stage == 1 else micro_batches
         gathered = times * ((2 if settings.zero_stage == 3 else 1) * layers + outer)
-        gathered += scores * micro_batches * (layers + outer)
+        gathered += gathers * micro_batches * (layers + outer)
         reduced = times * (2 if settings.reduce_dtype == "bf16" else stored) * process.elements.trained
         sent["dp_shard"] = _ring(dims.fsdp_size) * (gathered + reduced)
     if dims.dp_replicate > 1:
         shard = stored * process.elements.trained / dims.fsdp_size
         sent["dp_replicate"] = 2 * _ring(dims.dp_replicate) * shard
     if dims.tp > 1:
-        sent["tp"] = _ring(dims.tp) * (_tensor_parallel(process) * hidden + 2 * _FP32 * rows.scored * size.hidden)
+        sent["tp"] = _ring(dims.tp) * (
+            _tensor_parallel(process, forwards) * hidden + 2 * _FP32 * rows.scored * size.hidden
+        )
     if dims.cp > 1:
         # queries, keys, values and outputs in each pass; keys and values repeated if there are fewer heads than ranks
         keys = process.key_columns * max(1, dims.cp * dims.tp // size.kv_heads)
         exchanged = compute * rows.total / dims.cp * process.num_layers * 2 * (process.query_columns + keys)
-        sent["cp"] = _ring(dims.cp) * (2 + full + scores) * exchanged
+        sent["cp"] = _ring(dims.cp) * (2 + full + forwards) * exchanged
     if dims.pp > 1:
         between = (2 if settings.pp_dtype == "bf16" else stored) * rows.total / dims.cp * process.row_columns
         chunks = settings.virtual_pp_size
-        sent["pp"] = between * ((1 + scores) * (chunks - process.is_last) + chunks - process.is_first)
+        sent["pp"] = between * ((1 + forwards) * (chunks - process.is_last) + chunks - process.is_first)
         if size.tied:  # its two gradients are summed
             sent["pp"] += stored * (process.embedding + process.head).trained / dims.fsdp_size
     return sent
@@ -116,19 +132,19 @@ def _ring(size: int) -> float:
     return (size - 1) / size
 
 
-def _tensor_parallel(process: Process) -> float:
+def _tensor_parallel(process: Process, forwards: float) -> float:
     """Payload bytes of the messages of tp per element of the hidden states; an all-reduce counts twice."""
     layers, compute, stored = process.num_layers, process.compute, process.stored
-    full, scores = process.recompute == "full", process.reference is not None
+    full = process.recompute == "full"
     outside = 2 * stored * process.is_first
     if process.settings.sequence_parallel:
         # two gathers and two reductions in each pass; recomputation keeps one of these, or both
         again = {"off": 0, "selective": 2, "full": 3}[process.recompute]
         outside += stored * (process.is_first + process.is_last)
-        return layers * (8 + again + 4 * scores) * compute + outside
+        return layers * (8 + again + 4 * forwards) * compute + outside
     # sums after two matrices in the forward, and of the gradients of five inputs in the backward
     gradients = compute if process.packs_rows and process.size.is_llama_like else stored
-    return layers * (2 * (2 + full + 2 * scores) * compute + 2 * 5 * gradients) + outside
+    return layers * (2 * (2 + full + 2 * forwards) * compute + 2 * 5 * gradients) + outside
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,7 @@ def step_time(
     compiled: Compiled,
     *,
     flops: Flops | None = None,  # if not by the process's settings
+    mismatched: Rows | None = None,
     exposed_tp: float = 1.0,  # share of the messages of tp that products wait for; less with torchtitan's async TP
 ) -> StepTime:
     """Expected time of a step.
@@ -162,11 +179,11 @@ def step_time(
     messages of tp, cp and pp, and the optimizer for the sum over replicas.
     """
     gpu, dims = cluster.gpu, process.dims
-    flops = flops or step_flops(process, rows)
+    flops = flops or step_flops(process, rows, mismatched)
     compute = flops.total / (COMPUTE_RATES[compiled] * gpu.peak_flops)
     trained = process.stored * process.elements.trained / dims.fsdp_size
     optimizer = _OPTIMIZER_PASSES * trained / (MEMORY_RATE * gpu.memory_bandwidth)
-    sent = wire_bytes(process, rows, micro_batches)
+    sent = wire_bytes(process, rows, micro_batches, mismatched)
     seconds = {mesh_dim: size / cluster.bandwidth(mesh_dim, dims) for mesh_dim, size in sent.items()}
     # ZeRO-1 gathers in the first forward of a step, and reduces in the last backward
     covering = compute / max(1.0, micro_batches) if process.settings.zero_stage == 1 else compute

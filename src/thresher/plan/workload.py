@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from thresher.builders.data import data_settings, find_store
+from thresher.builders.inputs import RunInputs
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching, num_sequences
 from thresher.data.batching.plan import Plan
+from thresher.data.example import UNITS
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import ExampleStore, Lengths
 from thresher.errors import UserError
@@ -27,6 +30,9 @@ from thresher.models.layouts import Layout
 # of data files that are prepared for a plan: about ten seconds
 _BYTES_TO_PREPARE = 20e6
 _ASSUMED_STEPS = 100
+_ROWS_TO_LOOK_AT = 64
+# of an example, by what the losses read; lists have four in UltraFeedback
+_RESPONSES = {"labels": 1, "pairs": 2, "lists": 4}
 _SAMPLED_STEPS, _SAMPLED_RANKS = 8, 64
 
 
@@ -35,26 +41,34 @@ class PairLengths:
     lengths: Lengths  # [examples, (prompt, response, response...)]
     source: str  # where they come from, for the report
     is_assumed: bool = False
+    has_mismatched: bool = False  # the second response is KTO's mismatched answer
+    unit: str = "pairs"  # what the examples are called
 
 
-def find_lengths(config: DPOConfig, tokenizer: PreTrainedTokenizerBase, pairs_per_step: int) -> PairLengths:
-    """Lengths of the training pairs. Writes nothing into the directories of the run."""
+def find_lengths(config: DPOConfig, parts: RunInputs, pairs_per_step: int) -> PairLengths:
+    """Lengths of the training examples. Writes nothing into the directories of the run."""
+    found = _find_lengths(config, parts, pairs_per_step)
+    if not parts.objective.reads_mismatched:
+        return found
+    return replace(found, lengths=_with_mismatched(found.lengths, config.seed), has_mismatched=True)
+
+
+def _find_lengths(config: DPOConfig, parts: RunInputs, pairs_per_step: int) -> PairLengths:
     try:
-        store = find_store(config, config.actor_train.data_args, tokenizer)
+        store = find_store(config, config.actor_train.data_args, parts.tokenizer)
         if store is not None:
-            return PairLengths(_training_lengths(config, store), f"prepared pairs in {store.path}")
+            return PairLengths(
+                _training_lengths(config, store), f"prepared {store.unit} in {store.path}", unit=store.unit
+            )
         if _is_cheap(config):
-            with tempfile.TemporaryDirectory() as directory:
-                path = Path(directory) / "store"
-                prepare(data_settings(config, config.actor_train.data_args), tokenizer, path)
-                lengths = np.array(_training_lengths(config, ExampleStore.open(path)))
-            return PairLengths(lengths, "pairs prepared for this plan")
-        reason = "the pairs are not prepared"
+            lengths, unit = _prepare(config, parts.tokenizer)
+            return PairLengths(lengths, f"{unit} prepared for this plan", unit=unit)
+        reason = "the data is not prepared"
     except (UserError, OSError) as error:
         if config.actor_train.data_args.store:
             raise
-        reason = f"the pairs cannot be read: {error}"
-    return _assumed(config, pairs_per_step, reason)
+        reason = f"the data cannot be read: {error}"
+    return _assumed(config, parts, pairs_per_step, reason)
 
 
 def _training_lengths(config: DPOConfig, store: ExampleStore) -> Lengths:
@@ -63,18 +77,61 @@ def _training_lengths(config: DPOConfig, store: ExampleStore) -> Lengths:
     return store.lengths
 
 
-def _is_cheap(config: DPOConfig) -> bool:
+def _prepare(
+    config: DPOConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int | None = None
+) -> tuple[Lengths, str]:
+    """Prepare the data, or its first rows, in a temporary directory; also return what its examples are called."""
+    settings = data_settings(config, config.actor_train.data_args)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "store"
+        prepare(settings if max_samples is None else replace(settings, max_samples=max_samples), tokenizer, path)
+        store = ExampleStore.open(path)
+        return np.array(_training_lengths(config, store) if max_samples is None else store.lengths), store.unit
+
+
+def _local_files(config: DPOConfig) -> list[Path] | None:
+    """The data files; None if one of them is not local."""
     files = [Path(name) for name in data_settings(config, config.actor_train.data_args).file_name]
-    return all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= _BYTES_TO_PREPARE
+    return files if files and all(file.is_file() for file in files) else None
 
 
-def _assumed(config: DPOConfig, pairs_per_step: int, reason: str) -> PairLengths:
-    """Pairs as long as sequence_length allows, half of it prompt: an upper bound."""
+def _is_cheap(config: DPOConfig) -> bool:
+    files = _local_files(config)
+    return files is not None and sum(file.stat().st_size for file in files) <= _BYTES_TO_PREPARE
+
+
+def _assumed(config: DPOConfig, parts: RunInputs, pairs_per_step: int, reason: str) -> PairLengths:
+    """Examples as long as sequence_length allows, half of it prompt: an upper bound.
+
+    The first rows of local files say how many responses they have at most, the losses if they cannot be read.
+    """
     half = config.sequence_length // 2
-    num_pairs = pairs_per_step * min(config.max_steps or _ASSUMED_STEPS, _ASSUMED_STEPS)
-    lengths = np.full((num_pairs, 3), half, dtype=np.uint32)
-    source = f"assumed: {num_pairs:,} pairs of sequence_length {config.sequence_length} tokens, because {reason}"
-    return PairLengths(lengths, source, is_assumed=True)
+    count = pairs_per_step * min(config.max_steps or _ASSUMED_STEPS, _ASSUMED_STEPS)
+    num_responses, origin = _RESPONSES[parts.objective.reads], "as its losses read"
+    unit = UNITS[parts.objective.reads]
+    if _local_files(config) is not None:
+        with suppress(UserError, OSError):
+            first, unit = _prepare(config, parts.tokenizer, _ROWS_TO_LOOK_AT)
+            num_responses, origin = first.shape[1] - 1, "as its first rows have"
+    lengths = np.full((count, 1 + num_responses), half, dtype=np.uint32)
+    what = f"{unit} of {num_responses} responses, {origin}," if unit == UNITS["lists"] else unit
+    source = f"assumed: {count:,} {what} of sequence_length {config.sequence_length} tokens, because {reason}"
+    return PairLengths(lengths, source, is_assumed=True, unit=unit)
+
+
+def _with_mismatched(lengths: Lengths, seed: int) -> Lengths:
+    """Add the length of a second response: the answer of the example before, in a random order, cut to the longest."""
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    before = np.empty(len(lengths), dtype=np.int64)
+    before[order] = np.roll(lengths[order, 1], 1)
+    longest = lengths[:, :2].sum(axis=1, dtype=np.int64).max()
+    room = np.maximum(1, longest - lengths[:, 0].astype(np.int64))
+    return np.column_stack([lengths[:, :2], np.minimum(before, room)]).astype(lengths.dtype)
+
+
+def split_mismatched(lengths: Lengths, has_mismatched: bool) -> tuple[Lengths, Lengths | None]:
+    """Return what is trained, and what is scored in a forward of its own: the prompts with KTO's mismatched answers."""
+    return (lengths[:, :2], lengths[:, ::2]) if has_mismatched else (lengths, None)
 
 
 @dataclass(frozen=True)
@@ -131,6 +188,7 @@ class Workload:
     useful_per_step: float  # of all ranks
     rows_per_step: float
     padded_rows_per_step: float
+    mismatched: Rows | None = None  # of KTO's forward over mismatched answers, per data-parallel rank
 
     @property
     def saved_rows(self) -> float:
@@ -146,22 +204,30 @@ def sampled_steps(plan: Plan, *, is_assumed: bool) -> list[int]:
 
 
 def sample_workload(
-    plan: Plan, batching: MicroBatching, layout: Layout, num_ranks: int, *, is_assumed: bool
+    plan: Plan,
+    batching: MicroBatching,
+    layout: Layout,
+    num_ranks: int,
+    *,
+    is_assumed: bool,
+    has_mismatched: bool = False,
 ) -> Workload:
     """Split the sampled steps as training would."""
     numbers = sampled_steps(plan, is_assumed=is_assumed)
     ranks = np.unique(np.linspace(0, num_ranks - 1, _SAMPLED_RANKS).astype(int)).tolist()
-    slowest, everything, counts, padded, useful = [], [], [], 0.0, 0
+    lengths, others = split_mismatched(batching.lengths, has_mismatched)
+    slowest, everything, counts, padded, useful, scored = [], [], [], 0.0, 0, []
     for number in numbers:
         ids = plan.pair_ids(number)
         split = batching.split_ranks(ids, ranks, num_ranks)
-        rows = iter(rows_of_batches(batching.lengths, [batch for batches in split for batch in batches], layout))
+        rows = iter(rows_of_batches(lengths, [batch for batches in split for batch in batches], layout))
         by_rank = [list(islice(rows, len(batches))) for batches in split]
         counts.append(max(map(len, by_rank)))
         slowest.append(max(map(sum_rows, by_rank), key=lambda each: each.total))
         everything += [each for batches in by_rank for each in batches]
-        useful += rows_of(batching.lengths[ids], layout).useful
-        padded += _padded_rows(batching.lengths[ids], max(1, round(len(ids) / num_ranks / counts[-1])))
+        useful += rows_of(lengths[ids], layout).useful
+        scored += [] if others is None else [rows_of(others[ids], layout)]
+        padded += _padded_rows(lengths[ids], max(1, round(len(ids) / num_ranks / counts[-1])))
     total, count = sum_rows(slowest), len(numbers)
     return Workload(
         Rows(*(round(each / count) for each in vars(total).values())),
@@ -171,6 +237,7 @@ def sample_workload(
         useful / count,
         sum(each.total for each in everything) * num_ranks / len(ranks) / count,
         padded / count,
+        Rows(*(round(each / count / num_ranks) for each in vars(sum_rows(scored)).values())) if scored else None,
     )
 
 

@@ -19,7 +19,7 @@ from thresher.data.batching.batches import Blocks
 from thresher.data.batching.mismatched import Examples, MismatchedAlone, MismatchedAnswers
 from thresher.data.batching.plan import PairIds
 from thresher.data.example import ExampleBatch
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Lengths
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
@@ -170,7 +170,7 @@ class PrecomputedReference:
         is_missing = self._found.is_missing(self._positions(ids))
         for index in np.flatnonzero(is_missing).tolist():
             # the hash of the scored tokens, not the one in the store
-            writer.add(hash_pair(batch.pairs[index]).pair, [side[index] for side in by_side])
+            writer.add(hash_example(batch.pairs[index]).pair, [side[index] for side in by_side])
         writer.end_block()
 
     def _positions(self, pair_ids: PairIds) -> PairIds:

@@ -129,6 +129,7 @@ def line_chart(
     is_log: bool = False,
     is_percent: bool = False,
     at: float | None = None,
+    x: str = "step",
 ) -> Spec:
     """Lines over steps; long ones are drawn faintly, below their moving mean.
 
@@ -142,7 +143,7 @@ def line_chart(
     scale = {"type": "log"} if is_log else {"zero": False}
     y_axis = {"format": ".0%"} if is_percent else {"format": "~g", "grid": False} if is_log else {}
     encoding = {
-        "x": _number("x", "step", axis={"tickMinStep": 1, "grid": False}, scale={"nice": False}),
+        "x": _number("x", x, axis={"tickMinStep": 1, "grid": False}, scale={"nice": False}),
         "y": _number("y", title, scale=scale, axis=y_axis),
         "color": _color(series, color, order if is_single else ()),
     }
@@ -153,7 +154,7 @@ def line_chart(
     thin, thick = {**line, "strokeWidth": 1, "opacity": 0.35}, {**line, "strokeWidth": 2}
     faint = {"mark": thin, "transform": [{"filter": f"datum.part === '{RAW}'"}], "encoding": dashes}
     strong = {"mark": thick, "transform": [{"filter": f"datum.part !== '{RAW}'"}], "encoding": dashes}
-    near = _hover_point(_tooltip(labels, "step", title, ".1%" if is_percent else ".4~g"))
+    near = _hover_point(_tooltip(labels, x, title, ".1%" if is_percent else ".4~g"))
     layers = [strong, near]
     if any(each.labels["part"] == RAW for each in series):  # Vega warns of a layer without points
         layers = [faint, strong, {**near, "transform": [{"filter": f"datum.part !== '{MEAN}'"}]}]

@@ -10,17 +10,19 @@ import numpy as np
 
 from thresher.report import charts
 from thresher.report.charts import Chart, Point, Series, Values, histograms, rounded
-from thresher.report.run_files import Record, RunFiles
+from thresher.report.run_files import Record, RunFiles, unit_of
 
 TRAINING, VALIDATION = "training", "validation"
 CHOSEN, REJECTED = "chosen", "rejected"
+# what the sides are in runs on labelled responses
+_LABELS = {CHOSEN: "desirable", REJECTED: "undesirable"}
 _KINDS = {TRAINING: "", VALIDATION: "eval/"}
 _MAX_POINTS_OF_PAGE = 40_000
 _LINES_PER_RUN = 24
 
 
 class _Curve(NamedTuple):
-    """A metric over the steps, on training and on validation pairs."""
+    """A metric over the steps, on training and on validation data. {chosen} and {rejected} stand for the sides."""
 
     metric: str  # its name in the log
     title: str
@@ -30,22 +32,22 @@ class _Curve(NamedTuple):
     is_log: bool = False
     at: float | None = None  # draw a horizontal line at this value
     has_noise: bool = True
-    has_sides: bool = False  # of chosen and rejected responses, on validation pairs if there are any
+    has_sides: bool = False  # of chosen and rejected responses, on validation data if there is any
 
 
 _CURVES = (
     _Curve(
         "loss",
         "Loss",
-        "Good: falls, then levels off, on both training and validation pairs. If only the validation loss rises "
+        "Good: falls, then levels off, on both training and validation data. If only the validation loss rises "
         "again, the run overfits: stop earlier, or train with a lower learning rate.",
         "loss",
     ),
     _Curve(
         "rewards/accuracies",
         "Reward accuracy",
-        "Good: the share of pairs whose chosen response has the higher reward rises well above 50 % on validation "
-        "pairs. At 50 % the model has learned nothing.",
+        "Good: the share of comparisons whose chosen response has the higher reward rises well above 50 % on "
+        "validation data. At 50 % the model has learned nothing.",
         "accuracy",
         is_percent=True,
         at=0.5,
@@ -53,15 +55,15 @@ _CURVES = (
     _Curve(
         "rewards/margins",
         "Reward margin",
-        "Good: chosen minus rejected reward rises steadily above 0 and levels off.",
+        "Good: {chosen} minus {rejected} reward rises steadily above 0 and levels off.",
         "margin",
         at=0.0,
     ),
     _Curve(
         "rewards",
         "Rewards of both sides",
-        "Good: chosen stays at or above 0 while rejected falls. If both fall, the policy gives up the chosen responses "
-        "too.",
+        "Good: {chosen} stays at or above 0 while {rejected} falls. If both fall, the policy gives up the {chosen} "
+        "responses too.",
         "reward",
         at=0.0,
         has_sides=True,
@@ -69,16 +71,25 @@ _CURVES = (
     _Curve(
         "logps",
         "Log-probabilities of both sides",
-        "Good: chosen stays level or rises, rejected falls. The sum over a response, in nats.",
+        "Good: {chosen} stays level or rises, {rejected} falls. The sum over a response, in nats.",
         "log-probability",
         has_sides=True,
     ),
     _Curve(
         "kl",
         "Log ratio on the data",
-        "Good: stays small. log(policy / reference) of the responses of the data, mean of both sides, in nats per "
-        "response. It falls where rejected responses become less likely; far below 0, the policy has become unlikely "
+        "Good: stays small. log(policy / reference) of the responses of the data, mean of all, in nats per response. "
+        "It falls where {rejected} responses become less likely; far below 0, the policy has become unlikely "
         "to give any response of the data.",
+        "log ratio (nats)",
+        at=0.0,
+    ),
+    _Curve(
+        "kto/z0",
+        "KTO's reference point",
+        "Good: stays small. The log ratio above which a response counts as improved: an estimate of the KL divergence "
+        "from answers to other prompts, at least 0. If it grows, the policy moves away from the reference everywhere; "
+        "raise beta or lower the learning rate.",
         "log ratio (nats)",
         at=0.0,
     ),
@@ -105,13 +116,14 @@ def curve_charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
 
 def _curve_chart(runs: Sequence[RunFiles], curve: _Curve) -> Chart:
-    """A metric of training and validation pairs, or of chosen and rejected responses."""
-    label, caption = "kind", curve.caption
+    """A metric of training and validation data, or of chosen and rejected responses."""
+    sides = side_names(runs)
+    label, caption = "kind", curve.caption.format(**sides)
     names = {kind: f"{prefix}{curve.metric}" for kind, prefix in _KINDS.items()}
     if curve.has_sides:
         kind = VALIDATION if any(run.points(f"eval/{curve.metric}/{CHOSEN}") for run in runs) else TRAINING
-        label, caption = "side", f"{caption} On {kind} pairs."
-        names = {side: f"{_KINDS[kind]}{curve.metric}/{side}" for side in (CHOSEN, REJECTED)}
+        label, caption = "side", f"{caption} On {kind} data."
+        names = {name: f"{_KINDS[kind]}{curve.metric}/{side}" for side, name in sides.items()}
     series = []
     for value, name in names.items():
         for run in runs:
@@ -130,6 +142,11 @@ def _curve_chart(runs: Sequence[RunFiles], curve: _Curve) -> Chart:
         at=curve.at,
     )
     return Chart(_chart_id(curve.metric), curve.title, caption, spec, series)
+
+
+def side_names(runs: Sequence[RunFiles]) -> Mapping[str, str]:
+    """What the sides of the runs are called."""
+    return _LABELS if all(run.kind == "labels" for run in runs) else {side: side for side in _LABELS}
 
 
 def run_lines(
@@ -200,30 +217,92 @@ _POLICY, _REFERENCE = "policy, after training", "reference, before training"
 
 def distribution_charts(runs: Sequence[RunFiles]) -> list[Chart]:
     """The distributions that the runs logged values for."""
-    candidates = [_margins(runs), _probabilities(runs), _answer_lengths(runs), _margins_by_length(runs)]
+    candidates = [
+        _margins(runs),
+        _rewards_of_labels(runs),
+        _rewards_by_rank(runs),
+        _probabilities(runs),
+        _answer_lengths(runs),
+        _margins_by_length(runs),
+    ]
     return [chart for chart in candidates if chart.series]
 
 
-def _margins(runs: Sequence[RunFiles]) -> Chart:
-    """One run: the first evaluation against the last. Several: the last of each."""
-    is_single, note = len(runs) == 1, ""
-    samples = [
-        ({"run": run.name, "evaluation": f"step {record['step']:,}"}, _difference(record, "rewards"))
+def _evaluations(runs: Sequence[RunFiles]) -> list[tuple[Mapping[str, str], Record]]:
+    """One run: the first evaluation and the last. Several: the last of each."""
+    return [
+        ({"run": run.name, "evaluation": f"step {record['step']:,}"}, record)
         for run in runs
         for at, record in enumerate(run.eval_pairs)
-        if at == len(run.eval_pairs) - 1 or (is_single and at == 0)
+        if at == len(run.eval_pairs) - 1 or (len(runs) == 1 and at == 0)
     ]
+
+
+def _margins(runs: Sequence[RunFiles]) -> Chart:
+    is_single, note = len(runs) == 1, ""
+    found = [(labels, _margin(record)) for labels, record in _evaluations(runs)]
+    samples = [(labels, margins) for labels, margins in found if len(margins)]
     if is_single and len(samples) > 1 and np.abs(samples[0][1]).max(initial=0.0) < _EQUAL * samples[1][1].std():
         note = f" At {samples[0][0]['evaluation']} the policy was the reference, and all margins were 0."
         del samples[0]
     series = histograms(samples)
+    unit = unit_of(runs).removesuffix("s")
     return Chart(
         "margin-distribution",
-        "Reward margin of each pair" + (", first and last evaluation" if len(samples) > 1 and is_single else ""),
-        "Good: after training most pairs lie right of 0, where the model ranks them as the data does. If a few pairs "
-        f"lie far right and the others at 0, few pairs carry the mean.{note}",
+        f"Reward margin of each {unit}" + (", first and last evaluation" if len(samples) > 1 and is_single else ""),
+        f"Good: after training most {unit}s lie right of 0, where the model ranks them as the data does. If a few "
+        f"{unit}s lie far right and the others at 0, few {unit}s carry the mean.{note}",
         charts.distribution_chart(
-            series, title="chosen minus rejected reward", color="evaluation" if is_single else "run", at=0.0
+            series,
+            title="best minus mean other reward" if unit == "list" else "chosen minus rejected reward",
+            color="evaluation" if is_single else "run",
+            at=0.0,
+        ),
+        series,
+    )
+
+
+def _rewards_of_labels(runs: Sequence[RunFiles]) -> Chart:
+    """Rewards of labelled responses, at the last evaluation."""
+    is_single = len(runs) == 1
+    series = histograms(
+        ({"run": run.name, "side": name}, _of_side(run.eval_pairs[-1], "rewards", side))
+        for run in runs
+        if run.eval_pairs and "label" in run.eval_pairs[-1]
+        for side, name in _LABELS.items()
+        if is_single or side == CHOSEN
+    )
+    return Chart(
+        "reward-distribution",
+        f"Rewards of {'' if is_single else 'desirable '}responses",
+        "Good: desirable responses lie right of 0 and of undesirable ones. If both lie on the same side of 0, the "
+        "policy changes the probability of every response alike.",
+        charts.distribution_chart(
+            series, title="reward", color="side" if is_single else "run", order=list(_LABELS.values()), at=0.0
+        ),
+        series,
+    )
+
+
+def _rewards_by_rank(runs: Sequence[RunFiles]) -> Chart:
+    """Mean reward of the best response of each list, of the second, and so on."""
+    series = []
+    for labels, record in _evaluations(runs):
+        ranks = [each[np.isfinite(each)] for each in _by_rank(record)]
+        points = [(float(rank), float(each.mean())) for rank, each in enumerate(ranks, start=1) if len(each)]
+        series += charts.lines(points, len(points), labels, raw=False, mean=False) if points else []
+    return Chart(
+        "reward-by-rank",
+        "Mean reward by rank",
+        "Good: falls from the best response, rank 1, to the last. Ranks at the same height are not told apart. Lists "
+        "may differ in length: few of them may have the last ranks.",
+        charts.line_chart(
+            series,
+            title="mean reward",
+            label="evaluation",
+            order=[each.labels["evaluation"] for each in series],
+            is_single=len(runs) == 1,
+            x="rank",
         ),
         series,
     )
@@ -231,19 +310,22 @@ def _margins(runs: Sequence[RunFiles]) -> Chart:
 
 def _probabilities(runs: Sequence[RunFiles]) -> Chart:
     """Change of the log-probability per token against the reference, at the last evaluation."""
-    is_single = len(runs) == 1
+    is_single, names, unit = len(runs) == 1, side_names(runs), unit_of(runs)
+    chosen, rejected = names.values()
     series = histograms(
-        ({"run": run.name, "side": side}, _change_per_token(run.eval_pairs[-1], side))
+        ({"run": run.name, "side": name}, _change_per_token(run.eval_pairs[-1], side))
         for run in runs
         if run.eval_pairs
-        for side in ((CHOSEN, REJECTED) if is_single else (CHOSEN,))
+        for side, name in names.items()
+        if is_single or side == CHOSEN
     )
+    note = " Of a list, the best response is the chosen one and the worst the rejected one." if unit == "lists" else ""
     return Chart(
         "probability-distribution",
-        f"Change of probability of {'responses' if is_single else 'chosen responses'}",
-        "Good: chosen responses lie at or right of 0, rejected ones to the left. If chosen responses lie left of 0 "
-        "too, probability has moved to texts that are in neither (likelihood displacement). Log-probability per token, "
-        "policy minus reference.",
+        f"Change of probability of {'' if is_single else f'{chosen} '}responses",
+        f"Good: {chosen} responses lie at or right of 0, {rejected} ones to the left. If {chosen} responses lie left "
+        "of 0 too, probability has moved to texts that are in neither (likelihood displacement). Log-probability per "
+        f"token, policy minus reference.{note}",
         charts.distribution_chart(
             series, title="change in nats per token", color="side" if is_single else "run", at=0.0
         ),
@@ -280,7 +362,7 @@ def _margins_by_length(runs: Sequence[RunFiles]) -> Chart:
             continue
         record = run.eval_pairs[-1]
         difference, margin = _difference(record, "lengths"), _difference(record, "rewards")
-        if len(difference) != len(margin):
+        if not len(margin) or len(difference) != len(margin):
             continue
         columns = {"x": [rounded(x) for x in difference.tolist()], "y": [rounded(y) for y in margin.tolist()]}
         series.append(Series({"run": run.name}, columns))
@@ -304,7 +386,7 @@ def newest_samples(run: RunFiles) -> list[Record]:
 
 
 def column(record: Record, name: str) -> Values:
-    """One value of each pair of an evaluation; empty if the record lacks it."""
+    """One value of each example of an evaluation; empty if the record lacks it."""
     values = record.get(name)
     try:
         return np.array([float(value) for value in values or ()])
@@ -325,9 +407,37 @@ def _difference(record: Record, name: str) -> Values:
     return chosen - rejected if len(chosen) == len(rejected) else np.zeros(0)
 
 
+def _margin(record: Record) -> Values:
+    """Chosen minus rejected reward; of a list, the best response's reward minus the mean of the others'."""
+    ranks = _by_rank(record)
+    if len(ranks) < 2:
+        return _difference(record, "rewards")
+    others = np.array(ranks[1:])
+    is_present = np.isfinite(others)
+    means: Values = np.where(is_present, others, 0.0).sum(axis=0) / np.maximum(1, is_present.sum(axis=0))
+    return ranks[0] - means
+
+
+def _by_rank(record: Record) -> list[Values]:
+    """The rewards of the best response of each list, of the second, and so on; NaN where a list has fewer."""
+    best = column(record, "rewards/rank_1")
+    found = [best] if len(best) else []
+    while found and len(worse := column(record, f"rewards/rank_{len(found) + 1}")) == len(best):
+        found.append(worse)
+    return found
+
+
+def _of_side(record: Record, name: str, side: str) -> Values:
+    """A value of the chosen or rejected responses; of labelled ones, those with that label."""
+    labels = column(record, "label")
+    if not len(labels):
+        return column(record, f"{name}/{side}")
+    values = column(record, f"{name}/response")
+    return values[(labels > 0.5) == (side == CHOSEN)] if len(values) == len(labels) else np.zeros(0)
+
+
 def _change_per_token(record: Record, side: str) -> Values:
-    policy, reference = column(record, f"logps/{side}"), column(record, f"reference_logps/{side}")
-    lengths = column(record, f"lengths/{side}")
+    policy, reference, lengths = (_of_side(record, name, side) for name in ("logps", "reference_logps", "lengths"))
     if not len(policy) == len(reference) == len(lengths):
         return np.zeros(0)  # a loss without a reference
     return (policy - reference) / np.maximum(lengths, 1.0)

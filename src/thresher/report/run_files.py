@@ -12,6 +12,7 @@ from thresher.builders.checkpoints import read_stored
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig
+from thresher.data.example import UNITS, Kind
 from thresher.errors import UserError
 from thresher.observability import log_files
 from thresher.observability.trackers.jsonl import read_metrics, read_records
@@ -49,6 +50,10 @@ class RunFiles:
         return _mapping(self.description.get(name))
 
     @property
+    def kind(self) -> Kind:
+        return kind_of(_mapping(self.section("data").get("train")))
+
+    @property
     def last_step(self) -> int:
         return max((record["step"] for record in self.records), default=0)
 
@@ -66,6 +71,16 @@ class RunFiles:
         """The last logged value of a metric."""
         points = self.points(metric)
         return points[-1][1] if points else None
+
+
+def kind_of(data: Mapping[str, Any]) -> Kind:
+    """The kind of a role's data; pairs in older runs, which do not say so."""
+    return next((kind for kind in UNITS if kind == data.get("kind")), "pairs")
+
+
+def unit_of(runs: Sequence[RunFiles]) -> str:
+    """What the examples of the runs are called."""
+    return UNITS[runs[0].kind] if len({run.kind for run in runs}) == 1 else "examples"
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunFiles]:

@@ -12,11 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from thresher.data.example import UNITS
 from thresher.data.prepare.report import PrepareReport, percentile_names
 from thresher.observability.health.history import pairs_before_comparison
 from thresher.report.charts import Chart, line_chart
-from thresher.report.curves import newest_samples, run_lines
-from thresher.report.run_files import Record, RunFiles
+from thresher.report.curves import CHOSEN, newest_samples, run_lines, side_names
+from thresher.report.run_files import Record, RunFiles, kind_of, unit_of
 
 
 class TableRow(NamedTuple):
@@ -102,12 +103,12 @@ def speed_charts(runs: Sequence[RunFiles]) -> list[Chart]:
 
 def speed_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
     """Rates, and where tokens and time went, over the whole run."""
-    columns = [_speed(run) for run in runs]
+    columns = [_speed(run, unit_of(runs)) for run in runs]
     rows = [TableRow(heading, [column[heading] for column in columns]) for heading in columns[0]]
     return [row for row in rows if any(cell != MISSING for cell in row.cells)]
 
 
-def _speed(run: RunFiles) -> dict[str, str]:
+def _speed(run: RunFiles, unit: str) -> dict[str, str]:
     useful, padding, shared = (_sum(run, f"tokens/{kind}") for kind in ("useful", "padding", "shared"))
     computed = (useful or 0.0) + (padding or 0.0) - (shared or 0.0)
     rate = _mean(run, _RATE)
@@ -115,7 +116,7 @@ def _speed(run: RunFiles) -> dict[str, str]:
     shares = [each[_RATE] / limit for each, limit in limits if _RATE in each]
     return {
         "useful tokens per second": format_number(None if rate is None else round(rate)),
-        "pairs per second": format_number(_mean(run, "pairs_per_second")),
+        f"{unit} per second": format_number(_mean(run, "pairs_per_second")),
         "share of the limit": _format_share(sum(shares), len(shares)),  # mean of measured rate over limit
         "padding, share of computed tokens": _format_share(padding, max(0.0, computed)),
         "prompt tokens not computed twice, share of useful": _format_share(shared, useful),
@@ -168,7 +169,7 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
         ("reward accuracy", "rewards/accuracies", True),
         ("loss", "loss", False),
         ("reward margin", "rewards/margins", False),
-        ("chosen log-probability", "logps/chosen", False),
+        (f"{side_names(runs)[CHOSEN]} log-probability", "logps/chosen", False),
         ("log ratio on the data (nats)", "kl", False),
         ("win rate", "samples/win_rate", True),
         ("reward of answers", "samples/reward", False),
@@ -193,19 +194,24 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
 
 def verdict(run: RunFiles) -> str:
     """One sentence that says what a run gained."""
-    where, accuracy = _first_and_last(run, "rewards/accuracies")
-    if accuracy is None:
+    name = "Reward accuracy"
+    where, values = _first_and_last(run, "rewards/accuracies")
+    if values is None:  # labels have none
+        name = "The reward margin"
+        where, values = _first_and_last(run, "rewards/margins")
+    if values is None:
         return f"{_progress(run)}."
-    change = "rose" if accuracy[1] > accuracy[0] else "fell" if accuracy[1] < accuracy[0] else "stayed"
-    first, last = map(format_percent, accuracy)
-    values = f"at {first}" if change == "stayed" else f"from {first} to {last}"
-    sentence = f"{_progress(run)}. Reward accuracy on {where} pairs {change} {values}"
+    change = "rose" if values[1] > values[0] else "fell" if values[1] < values[0] else "stayed"
+    first, last = map(format_percent if name == "Reward accuracy" else format_number, values)
+    from_to = f"at {first}" if change == "stayed" else f"from {first} to {last}"
+    sentence = f"{_progress(run)}. {name} on {where} {unit_of([run])} {change} {from_to}"
     _, chosen = _first_and_last(run, "logps/chosen")
     if chosen is None:
         return f"{sentence}."
     difference = chosen[1] - chosen[0]
-    moved = "rose" if difference > 0 else "fell"
-    return f"{sentence}; the log-probability of chosen responses {moved} by {format_number(abs(difference))} nats."
+    moved, side = "rose" if difference > 0 else "fell", side_names([run])[CHOSEN]
+    nats = format_number(abs(difference))
+    return f"{sentence}; the log-probability of {side} responses {moved} by {nats} nats."
 
 
 def _first_to_last(run: RunFiles, metric: str, *, is_percent: bool) -> str:
@@ -373,7 +379,8 @@ def _without_events(run: RunFiles) -> str:
     if isinstance(pairs_per_step, int) and isinstance(every, int) and pairs_per_step * every > 0:
         start, seen = pairs_before_comparison(pairs_per_step * every), run.last("pairs_seen") or 0
         if seen < start:
-            return f"No events; most rules compare from pair {start:,} on, and the run has seen {seen:,.0f}."
+            unit = unit_of([run]).removesuffix("s")
+            return f"No events; most rules compare from {unit} {start:,} on, and the run has seen {seen:,.0f}."
     return "No events."
 
 
@@ -423,13 +430,13 @@ def data_reports(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     """The reports of the preparations; runs on the same data share one."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
-        for role, title in (("train", "Training pairs"), ("validation", "Validation pairs")):
+        for role, title in (("train", "Training"), ("validation", "Validation")):
             section = run.section("data").get(role)
             if not isinstance(section, Mapping):
                 continue
             key = json.dumps([role, section], sort_keys=True, default=str)
             if key not in found:
-                heading = f"{title}: {format_number(section.get('pairs'))}"
+                heading = f"{title} {UNITS[kind_of(section)]}: {format_number(section.get('pairs'))}"
                 found[key] = {"title": heading, "runs": [], **_data_report(section.get("report"))}
             found[key]["runs"].append(run.name)
     return list(found.values())
@@ -438,7 +445,7 @@ def data_reports(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
 def _data_report(values: Any) -> dict[str, Any]:
     """How the rows of a source were handled; the notes have the style of a class of the page."""
     if values is None:
-        return {"notes": [("note", "held out of the pairs of training, see their report")], "counts": []}
+        return {"notes": [("note", "held out of the training data, see its report")], "counts": []}
     try:
         report = PrepareReport.from_json(values)
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError):

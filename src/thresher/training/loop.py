@@ -13,13 +13,13 @@ from thresher.errors import RunStopped, UserError
 from thresher.observability.details import DETAIL
 from thresher.observability.trackers.jsonl import StepLog
 from thresher.sampling.answers import SampledAnswers
-from thresher.training.records import EvaluatedPairs, SkippedStep
+from thresher.training.records import EvaluatedExamples, SkippedStep
 from thresher.training.trainer import EvaluationProgress, EvaluationRecord, Record
 
 logger = logging.getLogger(__name__)
 
 ShowProgress = Callable[[str, int, int], None]
-KeepPairs = Callable[[int, EvaluatedPairs], None]
+KeepPairs = Callable[[int, EvaluatedExamples], None]
 KeepAnswers = Callable[[int, SampledAnswers], Mapping[str, float]]
 
 
@@ -70,7 +70,7 @@ def fit(
     skipped_steps: StepLog,
     *,
     show_progress: ShowProgress = lambda what, done, total: None,  # called during long evaluations
-    keep_pairs: KeepPairs = lambda step, pairs: None,  # called with values of single pairs at each evaluation
+    keep_examples: KeepPairs = lambda step, pairs: None,  # called with values of single pairs at each evaluation
     keep_answers: KeepAnswers = lambda step, answers: {},  # called with sampled answers; returns metrics of them
 ) -> dict[str, float]:
     """Train to the end of the plan, and evaluate and save as the config says; return the last evaluation.
@@ -86,7 +86,7 @@ def fit(
 
     def evaluate_and_log() -> dict[str, float]:
         started = time.perf_counter()
-        metrics = evaluate(trainable, step, show_progress, keep_pairs, keep_answers)
+        metrics = evaluate(trainable, step, show_progress, keep_examples, keep_answers)
         if metrics:
             log.log(step, metrics | {"time/evaluate": time.perf_counter() - started})
             line = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
@@ -153,7 +153,7 @@ def evaluate(
     trainable: Trainable,
     step: int,
     show_progress: ShowProgress = lambda what, done, total: None,
-    keep_pairs: KeepPairs = lambda step, pairs: None,
+    keep_examples: KeepPairs = lambda step, pairs: None,
     keep_answers: KeepAnswers = lambda step, answers: {},
 ) -> dict[str, float]:
     """Evaluate after a step; the result is empty without a validation set and samples."""
@@ -161,8 +161,8 @@ def evaluate(
     for record in trainable.evaluate_and_record():
         if isinstance(record, EvaluationProgress):
             show_progress(f"evaluating after step {step}, batches", record.done, record.total)
-        elif isinstance(record, EvaluatedPairs):
-            keep_pairs(step, record)
+        elif isinstance(record, EvaluatedExamples):
+            keep_examples(step, record)
         elif isinstance(record, SampledAnswers):
             metrics |= keep_answers(step, record)
         else:

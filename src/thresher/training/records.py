@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thresher.data.batching.mismatched import Examples, MismatchedAnswers
 from thresher.data.batching.plan import PairIds
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.distributed.groups import DataParallelGroup
 from thresher.engines.engine import StepOutcome
 from thresher.engines.nonfinite import NonFiniteStep
@@ -74,7 +74,7 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
-class NonFinitePair:
+class NonFiniteExample:
     """A pair by its number in the store and its content hash; source is its first non-finite value, if known."""
 
     number: int
@@ -88,7 +88,7 @@ class SkippedStep:
 
     reason: str
     grad_norm: float
-    pairs: tuple[NonFinitePair, ...]  # all of the step if no single one is responsible, none for an overflow
+    pairs: tuple[NonFiniteExample, ...]  # all of the step if no single one is responsible, none for an overflow
     consecutive: int  # failed steps up to and including this one
     ends_run: bool  # there are too many of them
     loss_scale: float | None = None  # of the next step, in fp16
@@ -112,13 +112,13 @@ def describe_skipped(
 ) -> SkippedStep:
     """Describe a step that state has already recorded; pair_ids are all pairs of the step."""
     consecutive = state.skipped_in_a_row
-    pairs: tuple[NonFinitePair, ...] = ()
+    pairs: tuple[NonFiniteExample, ...] = ()
     if nonfinite.is_failure:
         read = store.read(np.array(sorted(nonfinite.pairs), dtype=np.int64) if nonfinite.pairs else pair_ids)
         if isinstance(store, MismatchedAnswers):
             read = read.only_side(0)  # the hash of the example in the store
         pairs = tuple(
-            NonFinitePair(store.number_in_files(number), hash_pair(pair).pair.hex(), nonfinite.pairs.get(number))
+            NonFiniteExample(store.number_in_files(number), hash_example(pair).pair.hex(), nonfinite.pairs.get(number))
             for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
         )
     ends_run = nonfinite.is_failure and consecutive >= max_consecutive
@@ -130,7 +130,7 @@ _DIGITS = 7  # of an fp32 number
 
 
 @dataclass(frozen=True)
-class EvaluatedPairs:
+class EvaluatedExamples:
     """Pairs by their number in the store, and their values by name: one list per value, in the order of `numbers`."""
 
     numbers: list[int]
@@ -141,7 +141,7 @@ class EvaluatedPairs:
         return {"step": step, "pairs": self.numbers, **values}
 
 
-class PairSampler:
+class ExampleSampler:
     """Collects the values of every n-th pair on each rank, at most MAX_PAIRS over all ranks."""
 
     def __init__(self, objective: Objective, store: Examples, max_pairs: int = MAX_PAIRS):
@@ -156,21 +156,38 @@ class PairSampler:
         if len(kept):
             index = torch.from_numpy(kept)
             columns = _columns(self._objective, inputs)
+            if self._objective.trains_rewards:
+                columns |= self._response_lengths(pair_ids)
             self._parts.append((pair_ids[kept], {name: each.cpu()[index] for name, each in columns.items()}))
 
-    def gather(self, dp_group: DataParallelGroup) -> EvaluatedPairs | None:
+    def _response_lengths(self, pair_ids: PairIds) -> dict[str, Tensor]:
+        """Lengths of the first and the last response, of which a reward model scores one position each."""
+        lengths = torch.from_numpy(self._store.lengths[pair_ids, 1:].astype(np.int64))
+        last = (lengths > 0).sum(1, keepdim=True) - 1
+        return {"lengths/chosen": lengths[:, 0], "lengths/rejected": lengths.gather(1, last)[:, 0]}
+
+    def gather(self, dp_group: DataParallelGroup) -> EvaluatedExamples | None:
         """Return the pairs of all ranks on rank 0, in the order of the store; None on the other ranks."""
         parts = [part for parts in dp_group.gather_object(self._parts) or () for part in parts]
         if not parts:
             return None
         ids = np.concatenate([ids for ids, _ in parts])
         order = np.argsort(ids)
-        values = {name: torch.cat([columns[name] for _, columns in parts])[order].tolist() for name in parts[0][1]}
-        return EvaluatedPairs([self._store.number_in_files(number) for number in ids[order].tolist()], values)
+        names = dict.fromkeys(name for _, columns in parts for name in columns)
+        # micro-batches whose lists are short lack the last ranks
+        absent = torch.tensor(torch.nan, dtype=torch.float64)
+        values = {
+            name: torch.cat([columns.get(name, absent.expand(len(ids))) for ids, columns in parts])[order].tolist()
+            for name in names
+        }
+        return EvaluatedExamples([self._store.number_in_files(number) for number in ids[order].tolist()], values)
 
 
 def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:
-    """Values of each example: of the best and the worst response of a list, or of a single response, with its label."""
+    """Values of each example: of a pair, of the best and the worst response of a list, or of a response with a label.
+
+    Lists also have the reward of each response by its rank, NaN where there are fewer.
+    """
     if objective.reads == "labels":
         responses = ResponseScores.of(inputs)
         of_reference = responses.reference_logps
@@ -183,18 +200,27 @@ def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]
         return columns if of_reference is None else columns | {"reference_logps/response": of_reference[:, 0]}
     compared = compare(inputs, "best_worst")
     rewards, policy, reference = objective.rewards(compared.inputs), compared.inputs.policy, compared.inputs.reference
-    columns = {
-        "rewards/chosen": rewards.chosen,
-        "rewards/rejected": rewards.rejected,
-        "logps/chosen": policy.chosen.sums(),
-        "logps/rejected": policy.rejected.sums(),
-        "lengths/chosen": policy.chosen.lengths,
-        "lengths/rejected": policy.rejected.lengths,
-    }
+    columns = {"rewards/chosen": rewards.chosen, "rewards/rejected": rewards.rejected}
+    if not objective.trains_rewards:  # a reward model has no logps, and scores one position of each response
+        columns |= {
+            "logps/chosen": policy.chosen.sums(),
+            "logps/rejected": policy.rejected.sums(),
+            "lengths/chosen": policy.chosen.lengths,
+            "lengths/rejected": policy.rejected.lengths,
+        }
     if reference is not None:
         columns["reference_logps/chosen"] = reference.chosen.sums()
         columns["reference_logps/rejected"] = reference.rejected.sums()
-    return {name: compared.per_example(each, inputs.num_pairs) for name, each in columns.items()}
+    columns = {name: compared.per_example(each, inputs.num_pairs) for name, each in columns.items()}
+    return columns if inputs.values is None else columns | _rewards_by_rank(objective, inputs)
+
+
+def _rewards_by_rank(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:
+    rewards = objective.rewards(compare(inputs, "best_rest").inputs)
+    worse = rewards.rejected.view(-1, inputs.num_pairs)
+    is_present = [side.lengths > 0 for side in inputs.policy.sides[1:]]
+    by_rank = [rewards.chosen[: inputs.num_pairs], *map(torch.where, is_present, worse, [torch.nan] * len(worse))]
+    return {f"rewards/rank_{rank}": each for rank, each in enumerate(by_rank, start=1)}
 
 
 def _rounded(value: float) -> float:

@@ -40,8 +40,8 @@ from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.sampler import AnswerSampler
 from thresher.training.lr_schedule import LRSchedule
 from thresher.training.records import (
-    EvaluatedPairs,
-    PairSampler,
+    EvaluatedExamples,
+    ExampleSampler,
     SkippedStep,
     TrainerState,
     describe_skipped,
@@ -64,7 +64,7 @@ class EvaluationProgress(NamedTuple):
     total: int
 
 
-EvaluationRecord = EvaluationProgress | EvaluatedPairs | SampledAnswers | dict[str, float]
+EvaluationRecord = EvaluationProgress | EvaluatedExamples | SampledAnswers | dict[str, float]
 _SECONDS_BETWEEN_PROGRESS = 2.0
 
 
@@ -222,7 +222,7 @@ class RankTrainer:
         batches = _with_empty(own, dp_group.max_over_ranks(len(own)))
         score = partial(self.engine.score, statistics=self.objective.statistics)
         evaluation = Evaluation(score, self.objective, dp_group)
-        sampler = PairSampler(self.objective, self._validation)
+        sampler = ExampleSampler(self.objective, self._validation)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed)

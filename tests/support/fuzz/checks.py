@@ -38,7 +38,7 @@ from thresher.data.rows.formats import (
 from thresher.data.rows.parsing import BadRowError, parse_row, read_tokenized
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block
-from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
+from thresher.data.store.arrow_schema import hash_example, pairs_to_record_batch
 from thresher.data.store.reader import SCHEMA, ExampleStore, StoreShard
 from thresher.data.tokenization.chat_template import load_template
 from thresher.errors import CheckpointError, UserError
@@ -223,7 +223,7 @@ class StoreCheck:
         pair = Example.pair(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32), np.arange(2, dtype=np.int32))
         pairs = [pair, replace_side(pair, 0, mask=np.array([True, False, True, True]))] * 3
         with pa.ipc.new_file(self._path, SCHEMA) as sink:
-            sink.write_batch(pairs_to_record_batch(pairs, [hash_pair(each) for each in pairs]))
+            sink.write_batch(pairs_to_record_batch(pairs, [hash_example(each) for each in pairs]))
         self.content = self._path.read_bytes()
 
     def __call__(self, content: bytes) -> bool:
@@ -254,7 +254,7 @@ class StoreManifestCheck:
         (self._path / "manifest.json").write_bytes(content)
         try:
             store = ExampleStore.open(self._path)
-            for name in ("digest", "fingerprint", "longest_pair", "columns_in_use", "scored_lengths"):
+            for name in ("digest", "fingerprint", "longest_example", "columns_in_use", "scored_lengths"):
                 getattr(store, name)
             report_of(store)
             for number in range(len(store)):

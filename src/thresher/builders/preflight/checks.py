@@ -10,7 +10,7 @@ import torch
 from rich import filesize
 from transformers import PreTrainedTokenizerBase
 
-from thresher.builders.data import check_pairs, data_settings, open_given_store
+from thresher.builders.data import check_examples, data_settings, open_given_store
 from thresher.builders.engines import check_engine, check_model, check_strategy
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import as_read, build_objective, for_data
@@ -155,7 +155,7 @@ def check_stores(inputs: RunInputs) -> Messages:
     elif stores:  # whether the settings fit the training data is seen when that is prepared
         yield from problems_of(as_read, objective, stores["validation"])
     for model_config in inputs.model_configs.values():
-        yield from problems_of(check_pairs, config, objective, model_config, list(stores.values()))
+        yield from problems_of(check_examples, config, objective, model_config, list(stores.values()))
 
 
 def check_samples(inputs: RunInputs) -> Messages:

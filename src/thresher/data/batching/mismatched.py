@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.data.example import ExampleBatch, Response
-from thresher.data.store.arrow_schema import hash_pair
+from thresher.data.store.arrow_schema import hash_example
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
 
 _STEPS_IN_MEMORY = 4  # those of the policy and of a reference that works ahead
@@ -98,7 +98,7 @@ class MismatchedAnswers:
         others, own = rotate(self.store.prompt_hashes(ids)), np.take(self.store.lengths, ids, axis=0)
         if others[0] < 0:
             return ids, others, np.pad(own, ((0, 0), (0, 1)))
-        mismatched = np.minimum(own[:, 1].take(others), self.store.longest_pair - own[:, 0])
+        mismatched = np.minimum(own[:, 1].take(others), self.store.longest_example - own[:, 0])
         return ids, ids.take(others), np.column_stack([own, mismatched])
 
     def read(self, visits: PairIds) -> ExampleBatch:
@@ -109,7 +109,7 @@ class MismatchedAnswers:
             responses = example.responses
             if other >= 0:
                 answer, mask, _ = self.store[other].responses[0]
-                room = self.store.longest_pair - len(example.prompt_ids)
+                room = self.store.longest_example - len(example.prompt_ids)
                 responses = (*responses, Response(answer[:room], None if mask is None else mask[:room], 0.0))
             examples.append(replace(example, responses=responses))
         return ExampleBatch(visits, tuple(examples))
@@ -137,7 +137,7 @@ class MismatchedAlone:
     def hashes(self) -> Iterator[Hashes]:
         """Yield the content hashes of each step's visits."""
         for step in range(self._visits.plan.num_steps):
-            hashes = [hash_pair(example).pair for example in self.read(self._visits.plan.pair_ids(step)).pairs]
+            hashes = [hash_example(example).pair for example in self.read(self._visits.plan.pair_ids(step)).pairs]
             yield np.frombuffer(b"".join(hashes), dtype=HASH_DTYPE)
 
 

@@ -36,7 +36,7 @@ from thresher.data.rows.parsing import BadRowError, Row, Unreadable, find_invali
 from thresher.data.settings import DataSettings
 from thresher.data.sources.readers import Block, SourceSpan, read_blocks, read_span, split_source
 from thresher.data.sources.resolve import SourceFile, resolve_sources
-from thresher.data.store.arrow_schema import hash_pair, pairs_to_record_batch
+from thresher.data.store.arrow_schema import hash_example, pairs_to_record_batch
 from thresher.data.tokenization.chat_template import RenderedRow, Template, load_template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
 from thresher.data.tokenization.tokenizer import RowTokenizer, TokenizedRow, needed_length, truncate
@@ -123,7 +123,7 @@ class BlockWorker:
             for name in findings:
                 result.findings.setdefault(name, []).append(len(kept))
             kept.append(pair)
-        hashes = [hash_pair(pair) for pair in kept]
+        hashes = [hash_example(pair) for pair in kept]
         result.pairs = pairs_to_record_batch(kept, hashes, kind)
         result.keys = to_keys([each.pair for each in hashes])
         result.swapped_keys = to_keys([each.swapped for each in hashes])

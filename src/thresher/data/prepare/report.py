@@ -84,8 +84,8 @@ class PrepareReport:
         are, others, what = _TOO_LONG.get(how, _TOO_LONG["drop"])
         instead = " or ".join(f"{truncation}{other}" for other in others)
         return (
-            f"{dropped:,} of {total:,} pairs ({dropped / total:.0%}) {are} too long and were dropped; {keep}{instead} "
-            f"truncates {what} instead"
+            f"{dropped:,} of {total:,} {self.unit} ({dropped / total:.0%}) {are} too long and were dropped; "
+            f"{keep}{instead} truncates {what} instead"
         )
 
     @property
@@ -123,7 +123,8 @@ class PrepareReport:
             places = format_places(self.bad_examples.get(reason, ()))
             yield logging.WARNING, f"{count:,} bad row{'s' if count != 1 else ''}: {reason}{places and f' ({places})'}"
         for finding in self.findings:
-            line = f"{finding.name.replace('_', ' ')}: {finding.count:,} {self.unit}{format_examples(finding.examples)}"
+            such_as = format_examples(finding.examples, self.unit)
+            line = f"{finding.name.replace('_', ' ')}: {finding.count:,} {self.unit}{such_as}"
             yield logging.WARNING if finding.count else logging.INFO, line
         if self.length_bias is not None:
             bias = self.length_bias
@@ -143,7 +144,7 @@ class PrepareReport:
             return line
         # Eq. 8 of arXiv 2402.01306: desirable_weight * desirable / (undesirable_weight * undesirable) in [1, 4/3]
         equal = undesirable / self.desirable
-        return f"{line}; for kto, desirable_weight {equal:.3g} weighs both alike; advised: up to {4 / 3 * equal:.3g}"
+        return f"{line}; for kto, desirable_weight {equal:.3g} balances both counts; advised: up to {4 / 3 * equal:.3g}"
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -179,8 +180,8 @@ def percentile_names() -> list[str]:
     return ["min" if p == 0 else "max" if p == 100 else f"p{p}" for p in PERCENTILES]
 
 
-def format_examples(pair_ids: tuple[int, ...]) -> str:
-    return f" (such as pair {', '.join(map(str, pair_ids))})" if pair_ids else ""
+def format_examples(pair_ids: tuple[int, ...], unit: str = "pairs") -> str:
+    return f" (such as {unit.removesuffix('s')} {', '.join(map(str, pair_ids))})" if pair_ids else ""
 
 
 def format_places(places: Iterable[RowPlace]) -> str:

@@ -445,7 +445,8 @@ def detect_format(row: Row, column_names: Mapping[str, str], where: str) -> RowF
     for row_format in FORMATS:
         required = set(row_format.required)
         # a format that ignores a column named by the user cannot be the intended one
-        if set(column_names) <= required <= present and row_format.matches(row):
+        known = required.union(row_format.optional)
+        if set(column_names) <= known and required <= present and row_format.matches(row):
             return row_format
     raise UserError(_unrecognized(row, where))
 

@@ -24,7 +24,7 @@ class PairHashes:
     prompt: bytes
 
 
-def hash_pair(pair: Example) -> PairHashes:
+def hash_example(pair: Example) -> PairHashes:
     """Hash the model's input: token ids and masks, without values, weight and margin."""
     prompt = _hash(pair.prompt_ids.astype("<i4").tobytes())
     sides = [_hash_response(response) for response in pair.responses]

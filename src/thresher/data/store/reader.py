@@ -227,7 +227,7 @@ class ExampleStore:
         self.digest = str(manifest["content_digest"])  #: of all examples in order, independent of the shard size
         self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings
         self.tokenizer_digest = str(manifest.get("tokenizer_digest", "unknown"))
-        self.longest_pair = int(manifest["longest_pair"])  #: tokens of a prompt plus its longest response
+        self.longest_example = int(manifest["longest_pair"])  #: tokens of a prompt plus its longest response
         #: `weight` and `margin`, each if it differs from the default in at least one example
         self.columns_in_use = frozenset(manifest["columns_in_use"])
         #: tokens of the prompt and each response, such as (prompt, chosen, rejected); 0 for absent responses
@@ -245,7 +245,7 @@ class ExampleStore:
         numbers = split.select(np.concatenate(list(self.hashes("prompt_hash"))))
         self.lengths, self.scored_lengths = self.lengths[numbers], self.scored_lengths[numbers]
         if len(numbers):
-            self.longest_pair = int((self.lengths[:, 0] + self.lengths[:, 1:].max(axis=1)).max())
+            self.longest_example = int((self.lengths[:, 0] + self.lengths[:, 1:].max(axis=1)).max())
         self.digest = hashlib.sha256(f"{self.digest} {split}".encode()).hexdigest()
         self._numbers = numbers
 

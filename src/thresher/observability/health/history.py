@@ -81,6 +81,7 @@ class History:
     logp_noise: float = 0.0  # nats per token by which their logps may differ nonetheless
     compares_sides: bool = True  # the objective compares chosen with rejected
     num_validation_pairs: int = 0
+    refused: frozenset[str] = frozenset()  # settings that rules advise and the losses of the run refuse
 
     def __post_init__(self) -> None:
         self._first: list[Record] = []

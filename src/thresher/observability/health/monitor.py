@@ -69,7 +69,8 @@ class RuleEngine:
             num_quiet = self._quiet.get(rule.name, REARM_RECORDS)
             self._quiet[rule.name] = num_quiet + 1 if evidence is None else 0
             if evidence is not None and num_quiet >= REARM_RECORDS:
-                events.append(HealthEvent(step, rule.name, rule.summary, evidence, rule.advice))
+                advice = rule.advice(self._history.refused)
+                events.append(HealthEvent(step, rule.name, rule.summary, evidence, advice))
         return events
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[HealthEvent]:

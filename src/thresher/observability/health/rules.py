@@ -7,7 +7,8 @@ healthy run does not reach it. A rule whose metric a run does not have, such as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from statistics import NormalDist, median
 
@@ -59,18 +60,24 @@ class Rule:
 
     name: str
     summary: str  # what happened
-    advice: str  # what to change, in config keys
+    changes: tuple[str, ...]  # any of them may help, in config keys
     # returns the numbers that prove the condition while it holds; the history is empty before the first step
     check: Check
+
+    def advice(self, refused: Set[str] = frozenset()) -> str:
+        """What to change, without the settings that the run's losses refuse."""
+        changes = [change for change in self.changes if not refused & set(re.findall(r"\w+", change))]
+        *others, last = changes
+        return last if not others else f"{', '.join(others)}{',' * (len(others) > 1)} or {last}"
 
 
 RULES: list[Rule] = []
 _LR = "actor_train.training_args.learning_rate"
 
 
-def _rule(summary: str, advice: str) -> Callable[[Check], Check]:
+def _rule(summary: str, *changes: str) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
-        RULES.append(Rule(check.__name__, summary, advice, check))
+        RULES.append(Rule(check.__name__, summary, changes, check))
         return check
 
     return register
@@ -91,7 +98,13 @@ def _change(history: History, name: str) -> tuple[float, float] | None:
     return None if before is None or now is None else (before, now)
 
 
-@_rule("the chosen responses become less likely while the margin grows", f"set rpo_alpha=1, lower {_LR}, or raise beta")
+@_rule(
+    "the chosen responses become less likely while the margin grows",
+    "set rpo_alpha=1",
+    "raise desirable_weight",
+    f"lower {_LR}",
+    "raise beta",
+)
 def likelihood_displacement(history: History) -> Evidence | None:
     nll, margin = _change(history, "sft_loss"), _change(history, "rewards/margins")
     if not history.compares_sides or nll is None or margin is None:
@@ -108,8 +121,10 @@ def likelihood_displacement(history: History) -> Evidence | None:
 
 @_rule(
     "the policy tells the sides apart by their length",
-    "set length_penalty=0.01 (R-DPO), ld_alpha=0.5 (LD-DPO) or length_normalization=true, or balance the "
-    "lengths in the data",
+    "set length_penalty=0.01 (R-DPO)",
+    "set ld_alpha=0.5 (LD-DPO)",
+    "set length_normalization=true",
+    "balance the lengths in the data",
 )
 def length_exploitation(history: History) -> Evidence | None:
     """The policy prefers the longer, or the shorter, response more often than the data does."""
@@ -126,7 +141,7 @@ def length_exploitation(history: History) -> Evidence | None:
     return {"longer response preferred": preferred, "longer response chosen in the data": chosen}
 
 
-@_rule("the policy is far from its reference", f"raise beta, lower {_LR}, or train fewer steps (max_steps)")
+@_rule("the policy is far from its reference", "raise beta", f"lower {_LR}", "train fewer steps (max_steps)")
 def large_kl(history: History) -> Evidence | None:
     window = history.recent()
     kl = None if window is None else window.mean("kl")
@@ -138,7 +153,9 @@ def large_kl(history: History) -> Evidence | None:
 
 @_rule(
     "the policy's distribution has collapsed, so it will repeat itself",
-    f"lower {_LR}, raise beta, or set label_smoothing=0.1",
+    f"lower {_LR}",
+    "raise beta",
+    "set label_smoothing=0.1",
 )
 def entropy_collapse(history: History) -> Evidence | None:
     entropy = _change(history, "entropy")
@@ -149,7 +166,10 @@ def entropy_collapse(history: History) -> Evidence | None:
 
 @_rule(
     "nearly all pairs are separated, and further steps only memorize them",
-    "train fewer steps (max_steps), set label_smoothing=0.1 or pref_loss=ipo, or use harder pairs",
+    "train fewer steps (max_steps)",
+    "set label_smoothing=0.1",
+    "set pref_loss=ipo",
+    "use harder examples",
 )
 def saturated_rewards(history: History) -> Evidence | None:
     loss, accuracy = _change(history, "loss"), _change(history, "rewards/accuracies")
@@ -193,7 +213,10 @@ def initial_loss(history: History) -> Evidence | None:
 
 @_rule(
     "the gradient norm spikes repeatedly",
-    f"lower {_LR} or actor_train.training_args.max_grad_norm, raise warmup_ratio, or use larger batches",
+    f"lower {_LR}",
+    "lower actor_train.training_args.max_grad_norm",
+    "raise warmup_ratio",
+    "use larger batches",
 )
 def gradient_spikes(history: History) -> Evidence | None:
     """Several gradient norms stand far above their neighbors and the norms of the start."""
@@ -238,7 +261,10 @@ def mismatched_reference(history: History) -> Evidence | None:
 
 @_rule(
     "the policy repeats itself in its answers, and the reference does not",
-    f"set rpo_alpha=1, lower {_LR}, raise beta, and check in the data that responses end with the EOS token",
+    "set rpo_alpha=1",
+    f"lower {_LR}",
+    "raise beta",
+    "check in the data that responses end with the EOS token",
 )
 def repetition(history: History) -> Evidence | None:
     policy, reference = history.sampled.get(SAMPLED), history.sampled.get("samples/repetition/reference")
@@ -282,8 +308,10 @@ def validation_below_chance(history: History) -> Evidence | None:
 
 @_rule(
     "the validation loss rises while the training loss falls",
-    f"export the best checkpoint (`thresher export --best`), train fewer steps (max_steps), lower {_LR}, or use "
-    "more pairs",
+    "export the best checkpoint (`thresher export --best`)",
+    "train fewer steps (max_steps)",
+    f"lower {_LR}",
+    "use more data",
 )
 def overfitting(history: History) -> Evidence | None:
     """The validation loss is far above its minimum, and the training loss is below it."""

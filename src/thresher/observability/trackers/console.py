@@ -23,7 +23,7 @@ _SHOWN = (
     ("loss", "loss {:.4f}"),
     ("rewards/accuracies", "accuracy {:.3f}"),
     ("rewards/margins", "margin {:.4f}"),
-    ("pairs_per_second", "{:.1f} pairs/s"),
+    ("pairs_per_second", "{:.1f} {unit}/s"),
 )
 _SHOWN_LIVE = (*_SHOWN[:-1], ("kl", "log ratio {:.4f}"), _SHOWN[-1])
 _SHOWN_OF_EVALUATIONS = tuple((f"eval/{name}", pattern) for name, pattern in _SHOWN)
@@ -85,7 +85,7 @@ class ConsoleTracker:
         self._started_at, self._pairs_seen = self._clock(), 0.0
         self._num_attempts += 1
         self._last_step = self._metrics = ""
-        start = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} pairs"
+        start = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} {run.unit}"
         self.print(f"{run.exp_name}: {run.total_steps} steps, {start}, in {run.run_dir}")
         self._open_display()
         self._run, self._work = run, None
@@ -95,16 +95,16 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; evaluation metrics get a separate line."""
-        total_steps = 0 if self._run is None else self._run.total_steps
-        if evaluated := _format(metrics, _SHOWN_OF_EVALUATIONS):
+        total_steps, unit = (0, "") if self._run is None else (self._run.total_steps, self._run.unit)
+        if evaluated := _format(metrics, _SHOWN_OF_EVALUATIONS, unit):
             self.print(f"step {step}/{total_steps}  evaluation: {evaluated}")
         for name, summary in _SUMMARIES.items():
             if name in metrics:
                 self._event = f"health at step {step}: {summary}"
-        if not (shown := _format(metrics, _SHOWN)):
+        if not (shown := _format(metrics, _SHOWN, unit)):
             return
         self._last_step = f"step {step}/{total_steps}  {shown}"
-        self._step, self._metrics, self._work = step, _format(metrics, _SHOWN_LIVE), None
+        self._step, self._metrics, self._work = step, _format(metrics, _SHOWN_LIVE, unit), None
         self._pairs_seen = metrics.get("pairs_seen", 0)
         if self._live is None:
             self.print(f"{self._last_step}  eta {self._time_left(total_steps)}")
@@ -181,11 +181,11 @@ def _without_event(run: RunInfo, pairs_seen: float) -> str:
     if pairs_seen >= run.health_from:
         return "no events"
     reach = ", and this run has fewer" if run.total_pairs < run.health_from else ""
-    return f"no events yet; most health rules start at pair {run.health_from:,}{reach}"
+    return f"no events yet; most health rules start at {run.unit.removesuffix('s')} {run.health_from:,}{reach}"
 
 
-def _format(metrics: Mapping[str, float], patterns: Iterable[tuple[str, str]]) -> str:
-    return "  ".join(pattern.format(metrics[name]) for name, pattern in patterns if name in metrics)
+def _format(metrics: Mapping[str, float], patterns: Iterable[tuple[str, str]], unit: str) -> str:
+    return "  ".join(pattern.format(metrics[name], unit=unit) for name, pattern in patterns if name in metrics)
 
 
 def format_seconds(seconds: float) -> str:

@@ -33,7 +33,8 @@ class RunInfo:
     config: Mapping[str, Any]
     total_steps: int
     total_pairs: int
-    health_from: int | None = None  # the pair from which most health rules compare; None with `health: off`
+    unit: str = "pairs"  # what the examples are called
+    health_from: int | None = None  # the example from which most health rules compare; None with `health: off`
 
 
 @dataclass(frozen=True)

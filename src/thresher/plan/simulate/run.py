@@ -21,7 +21,7 @@ from thresher.plan.estimate import Estimate
 from thresher.plan.simulate.fake_cuda import compile_guard
 from thresher.plan.simulate.request import RankRequest, RankResult
 from thresher.plan.step import MeshDim, step_flops, wire_bytes
-from thresher.plan.workload import Rows, rows_of, sampled_steps, sum_rows
+from thresher.plan.workload import Rows, rows_of, sampled_steps, split_mismatched, sum_rows
 
 PairSizes = tuple[int, ...]  # tokens of the prompt and each response
 
@@ -41,14 +41,18 @@ def simulate_stage(estimate: Estimate, stage: str, micro_batches: Sequence[Seque
     """Simulate the first rank of a stage of `estimate.processes`."""
     process, layout = estimate.processes[stage], estimate.parts.layout
     counted = _run(estimate, process.stage * (estimate.dims.num_processes // estimate.dims.pp), micro_batches)
-    rows = [rows_of(np.array(sizes, dtype=np.uint32), layout) for sizes in micro_batches]
+    lengths = [np.array(sizes, dtype=np.uint32) for sizes in micro_batches]
+    matched, mismatched = zip(*(split_mismatched(each, estimate.pairs.has_mismatched) for each in lengths), strict=True)
+    rows = [rows_of(each, layout) for each in matched]
     largest, step = max(rows, key=lambda each: each.total), sum_rows(rows)
+    others = [rows_of(each, layout) for each in mismatched if each is not None]
+    scored = replace(sum_rows(others), attended=0) if others else None
     return SimulatedRank(
         stage,
         counted,
         peak_memory(process, largest.total, largest.scored, len(rows)),
-        wire_bytes(process, step, len(rows)),
-        step_flops(process, replace(step, attended=0)).total,
+        wire_bytes(process, step, len(rows), scored),
+        step_flops(process, replace(step, attended=0), scored).total,
     )
 
 
