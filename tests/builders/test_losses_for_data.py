@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.support.tiny_chat_model import quickstart_rows, save_tiny_chat_model
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import refused_settings
 from thresher.builders.preflight.checks import check_stores
+from thresher.builders.run import build_history
 from thresher.config import parse_config
 from thresher.errors import UserError
 
@@ -21,6 +23,8 @@ ROWS = quickstart_rows(12)
 DATA: dict[str, list[dict[str, Any]]] = {
     "pairs": ROWS,
     "margins": [{**row, "margin": 1.5} for row in ROWS],
+    "weights": [{**row, "weight": 0.5} for row in ROWS],
+    "leaking": [*ROWS[:3], *({**ROWS[3], "rejected": f"Answer {number}."} for number in range(2))],
     "labels": [{"prompt": row["prompt"], "completion": row["chosen"], "label": at % 2} for at, row in enumerate(ROWS)],
     "answers": [
         {"prompt": row["prompt"], "completion": row["chosen"], "is_good": at % 2} for at, row in enumerate(ROWS)
@@ -185,3 +189,24 @@ def test_the_settings_that_health_rules_must_not_advise(directory: Path, data, l
 def test_a_reward_model_has_no_log_probabilities_to_normalize(directory: Path, value) -> None:
     with pytest.raises(UserError, match="length_normalization has no effect on bradley_terry"):
         inputs_of(directory, "pairs", pref_loss="bradley_terry", length_normalization=value).open()
+
+
+def test_training_pairs_that_the_validation_set_has_too_are_counted(directory: Path, caplog) -> None:
+    inputs_of(directory, "pairs", "leaking").open()
+    assert "of 12 training pairs, 3 are also in the validation set and 4 share a prompt with it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "loss"),
+    [
+        ("pairs", {}, math.log(2)),
+        ("weights", {}, None),
+        ("margins", {}, None),
+        ("labels", {"pref_loss": "kto"}, 0.5),
+        ("pairs", {"pref_loss": "simpo"}, None),
+    ],
+)
+def test_the_loss_of_the_first_step_is_expected_only_where_the_data_cannot_change_it(directory, data, changes, loss):
+    inputs = inputs_of(directory, data, **changes)
+    inputs.open()
+    assert build_history(inputs).initial_loss == (None if loss is None else pytest.approx(loss))
