@@ -109,8 +109,8 @@ def _assumed(config: DPOConfig, parts: RunInputs, pairs_per_step: int, reason: s
     count = pairs_per_step * min(config.max_steps or _ASSUMED_STEPS, _ASSUMED_STEPS)
     num_responses, origin = _RESPONSES[parts.objective.reads], "as its losses read"
     unit = UNITS[parts.objective.reads]
-    if _local_files(config) is not None:
-        with suppress(UserError, OSError):
+    with suppress(UserError, OSError):
+        if _local_files(config) is not None:
             first, unit = _prepare(config, parts.tokenizer, _ROWS_TO_LOOK_AT)
             num_responses, origin = first.shape[1] - 1, "as its first rows have"
     lengths = np.full((count, 1 + num_responses), half, dtype=np.uint32)
