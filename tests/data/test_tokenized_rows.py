@@ -9,9 +9,12 @@ import datasets
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from tests.data.conftest import WriteRows
 from tests.support.small_tokenizer import make_tokenizer
+from thresher.cli import app
+from thresher.data.example import ExampleBatch
 from thresher.data.prepare.prepare import prepare
 from thresher.data.rows.parsing import BadRowError, read_tokenized
 from thresher.data.settings import DataSettings
@@ -139,3 +142,92 @@ def test_long_rows_are_truncated_and_empty_values_are_bad(
     report = prepare(settings, chat_tokenizer, tmp_path / "store")
     assert (report.pairs_kept, report.truncated) == (1, {"response_end": 1})
     assert ExampleStore.open(tmp_path / "store")[0].chosen.ids.tolist() == [7, 8]
+
+
+WEIGHTED = {
+    **ROW,
+    "chosen_loss_mask": [0, 0, 1, 0, 1],
+    "chosen_token_weights": [9, 9, 0.5, 3, 2],
+    "rejected_token_weights": [9, 9, 0, 1],
+}
+
+
+def test_weights_of_tokens_are_those_of_the_response_alone() -> None:
+    attended = {"chosen_attention_mask": [0, 1, 1, 1, 1], "rejected_attention_mask": [0, 1, 1, 1]}
+    pair = read_tokenized({**WEIGHTED, **attended}, 100, 1.0, 0.0, has_token_weights=True)
+    assert [response.weights.tolist() for response in pair.responses] == [[0.5, 3, 2], [0, 1]]
+    batch = ExampleBatch(np.arange(2), (pair, read()))
+    assert batch.token_weights(0).tolist() == [0.5, 2, 1, 1, 1]  # of scored tokens; 1 for a pair without weights
+    assert ExampleBatch(np.arange(1), (read(),)).token_weights(0) is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ([1, 1, 1], "`chosen_input_ids` has 5 tokens, but `chosen_token_weights` has 3 values"),
+        ([1, 1, 1, 1, -0.5], "`chosen_token_weights` must have finite numbers that are not negative"),
+        ([1, 1, 1, 1, float("nan")], "must have finite numbers"),
+        ([1, 1, 1, 1, 1e39], "must have finite numbers"),
+        ([1, 1, 1, 1, 10**400], "`chosen_token_weights` has an integer that is too large"),
+        ([1, 1, 1, 1, "1"], "`chosen_token_weights` must be a list of numbers"),
+    ],
+)
+def test_token_weights_that_cannot_be_used_are_bad(weights: list[Any], reason: str) -> None:
+    with pytest.raises(BadRowError) as caught:
+        read_tokenized({**WEIGHTED, "chosen_token_weights": weights}, 100, 1.0, 0.0, has_token_weights=True)
+    assert reason in str(caught.value)
+
+
+def test_token_weights_of_one_side_or_from_a_later_row_on_are_not_ignored(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
+) -> None:
+    one_side = {name: value for name, value in WEIGHTED.items() if name != "rejected_token_weights"}
+    for rows in ([one_side], [ROW, WEIGHTED]):
+        with pytest.raises(UserError, match="has `chosen_token_weights`, but the first row of the file does not have"):
+            prepare(DataSettings(write_rows(*rows), template="raw"), chat_tokenizer, tmp_path / "store")
+    with pytest.raises(UserError, match="no value for chosen_token_weights, rejected_token_weights"):
+        prepare(DataSettings(write_rows(WEIGHTED, ROW), template="raw"), chat_tokenizer, tmp_path / "store")
+    files = [write_rows(WEIGHTED, name="weighted.jsonl"), write_rows(ROW, name="plain.jsonl")]
+    message = r"weighted.jsonl has pairs with token weights, but .*plain.jsonl has pairs without them"
+    with pytest.raises(UserError, match=message):
+        prepare(DataSettings(files, template="raw"), chat_tokenizer, tmp_path / "store")
+
+
+@pytest.mark.parametrize("shard_rows", [2, 100])
+def test_a_store_keeps_token_weights_and_its_digest_depends_on_them(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows, shard_rows: int
+) -> None:
+    rows = [{**WEIGHTED, "chosen_input_ids": [5, 6, 7, 8, 20 + number]} for number in range(5)]
+    changed = [*rows[:4], {**rows[4], "rejected_token_weights": [9, 9, 0, 0.5]}]
+    digests = []
+    for name, content in (("one", rows), ("same", rows), ("changed", changed)):
+        settings = DataSettings(write_rows(*content, name=f"{name}.jsonl"), template="raw", shard_rows=shard_rows)
+        prepare(settings, chat_tokenizer, tmp_path / name)
+        store = ExampleStore.open(tmp_path / name)
+        assert (store.kind, store.has_token_weights, store.unit) == ("pairs", True, "pairs")
+        digests.append(store.digest)
+    assert digests[0] == digests[1] != digests[2]
+    assert [response.weights.tolist() for response in store[4].responses] == [[0.5, 3, 2], [0, 0.5]]
+    assert store[4].chosen.mask.tolist() == [True, False, True]
+    hashes = [np.concatenate(list(ExampleStore.open(tmp_path / name).hashes())) for name in ("one", "changed")]
+    assert (hashes[0] == hashes[1]).all()  # a cached reference scores the same tokens, whatever their weights
+
+
+def test_a_truncated_response_loses_the_weights_of_its_last_tokens(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
+) -> None:
+    settings = DataSettings(write_rows(WEIGHTED), template="raw", sequence_length=4, truncation="response_end")
+    prepare(settings, chat_tokenizer, tmp_path / "store")
+    (chosen, rejected) = ExampleStore.open(tmp_path / "store")[0].responses
+    assert (chosen.weights.tolist(), rejected.weights.tolist()) == ([0.5, 3], [0, 1])
+
+
+def test_a_store_of_token_weights_is_inspected(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
+) -> None:
+    chat_tokenizer.save_pretrained(tmp_path / "model")
+    prepare(DataSettings(write_rows(WEIGHTED), template="raw"), chat_tokenizer, tmp_path / "store")
+    command = ["inspect", str(tmp_path / "store"), "--model", str(tmp_path / "model"), "--pair", "0", "--ids"]
+    shown = CliRunner().invoke(app, command).output
+    assert "3 response tokens, 2 scored, token weights 0.5 to 3" in shown
+    assert all(text in shown for text in (":7*0.5", ":9*2", ":6 "))

@@ -94,6 +94,16 @@ def check_examples(
     config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[ExampleStore | None]
 ) -> None:
     """Reject columns that the losses ignore and pairs longer than the model's context, before training."""
+    if any(store is not None and store.has_token_weights for store in stores):
+        if objective.trains_rewards:
+            raise UserError(
+                "the data has token weights, but a reward model scores whole responses; remove chosen_token_weights "
+                "and rejected_token_weights from the rows"
+            )
+        if not config.apply_loss_mask:
+            raise UserError(
+                "the data has token weights, which apply_loss_mask=false would ignore; remove apply_loss_mask"
+            )
     context, longrope = max_positions(model), longrope_limit(model)
     for store in stores:
         if store is None:

@@ -82,6 +82,8 @@ def _print_pair(store: ExampleStore, number: int, model: str, *, ids: bool) -> N
     )
     for side, (response, scored) in enumerate(map(_tokens, pair.responses)):
         counts = f"{len(pair.prompt_ids)} prompt tokens, {len(response)} response tokens, {sum(scored)} scored"
+        if (weights := pair.responses[side].weights) is not None:
+            counts += f", token weights {weights.min():g} to {weights.max():g}"
         console.rule(f"{_name(store.kind, pair, side)}: {counts}", align="left")
         style = "green" if is_preferred(store.kind, pair, side) else "red"
         console.print(render_side(pair, side, tokenizer, style, ids=ids, marks=marks))
@@ -104,7 +106,7 @@ def is_preferred(kind: Kind, example: Example, side: int) -> bool:
 
 def _tokens(response: Response) -> tuple[list[int], list[bool]]:
     """The token ids of a response, and whether each is scored."""
-    ids, mask, _ = response
+    ids, mask, *_ = response
     return ids.tolist(), [True] * len(ids) if mask is None else mask.tolist()
 
 
@@ -125,9 +127,12 @@ def render_side(
     text = Text()
     if ids:
         tokens = tokenizer.convert_ids_to_tokens(sequence)
-        for token, token_id, style in zip(tokens, sequence, styles, strict=True):
+        weights = pair.responses[side].weights
+        shown = [""] * len(pair.prompt_ids)
+        shown += [""] * len(response) if weights is None else [f"*{weight:g}" for weight in weights.tolist()]
+        for token, token_id, style, weight in zip(tokens, sequence, styles, shown, strict=True):
             before, after = marks if style == scored_style else ("", "")
-            text.append(before + escape_control_chars(f"{token}"), style).append(f":{token_id}{after} ", "dim")
+            text.append(before + escape_control_chars(f"{token}"), style).append(f":{token_id}{weight}{after} ", "dim")
         return text
     start = 0
     for end in range(1, len(sequence) + 1):

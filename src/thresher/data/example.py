@@ -11,8 +11,11 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
+TokenWeights = npt.NDArray[np.float32]
 #: of a dataset: a chosen and a rejected response; one response with a label; or several with scores
 Kind = Literal["pairs", "labels", "lists"]
+#: of a store: pairs whose tokens have weights are kept in other columns
+StoredKind = Kind | Literal["weighted_pairs"]
 #: what messages call the examples of a kind
 UNITS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "labelled responses", "lists": "lists"}
 #: what a model scores: the tokens that the mask names, all tokens but the first, or the sequence as a whole at its end
@@ -27,6 +30,14 @@ class Response(NamedTuple):
     mask: Mask | None = None
     #: a label (1 desirable, 0 not) or a score; None in pairs, whose order says which response is preferred
     value: float | None = None
+    #: one per token, which the token's logp is multiplied by; None weighs all tokens equally
+    weights: TokenWeights | None = None
+
+    def first_tokens(self, count: int) -> Response:
+        ids, mask, value, weights = self
+        return Response(
+            ids[:count], None if mask is None else mask[:count], value, None if weights is None else weights[:count]
+        )
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,10 @@ class Example:
     @property
     def rejected(self) -> Response:
         return self.responses[1]
+
+
+def kind_of(stored: StoredKind) -> Kind:
+    return "pairs" if stored == "weighted_pairs" else stored
 
 
 def scored_positions(prompt: TokenIds, response: Response, scored: Scored = "response") -> npt.NDArray[np.int64]:
@@ -101,6 +116,16 @@ class ExampleBatch:
         for row, example in zip(values, self.pairs, strict=True):
             row[: len(example.responses)] = [response.value for response in example.responses]
         return values
+
+    def token_weights(self, side: int) -> TokenWeights | None:
+        """Weights of the scored tokens of one response of each example, example after example; None without any."""
+        found = [each.responses[side] for each in self.pairs if len(each.responses) > side]
+        if all(each.weights is None for each in found):
+            return None
+        weights = [np.ones(len(each.ids), np.float32) if each.weights is None else each.weights for each in found]
+        return np.concatenate(
+            [each if of.mask is None else each[of.mask] for each, of in zip(weights, found, strict=True)]
+        )
 
     def only_side(self, side: int) -> ExampleBatch:
         """Return the examples that have so many responses, with this one alone."""

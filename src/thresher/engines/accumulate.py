@@ -302,12 +302,22 @@ def objective_inputs(micro: MicroBatch, policy: ExampleLogps) -> ObjectiveInputs
     """Policy and reference logps of a micro-batch, with the columns of its examples."""
     values, device = micro.pairs.values, policy.chosen.values.device
     return ObjectiveInputs(
-        policy=policy,
+        policy=_with_token_weights(policy, micro.pairs),
         reference=micro.reference,
         weight=_column([pair.weight for pair in micro.pairs.pairs], 1.0, policy),
         margin=_column([pair.margin for pair in micro.pairs.pairs], 0.0, policy),
         values=None if values is None else copy_to_device(torch.from_numpy(values), device),
     )
+
+
+def _with_token_weights(policy: ExampleLogps, batch: ExampleBatch) -> ExampleLogps:
+    found = [batch.token_weights(number) for number in range(len(policy.sides))]
+    if all(each is None for each in found):
+        return policy
+    device = policy.chosen.values.device
+    weights = (None if each is None else copy_to_device(torch.from_numpy(each), device) for each in found)
+    sides = zip(policy.sides, weights, strict=True)
+    return ExampleLogps(tuple(replace(side, token_weights=weight) for side, weight in sides))
 
 
 def _column(values: list[float], neutral: float, policy: ExampleLogps) -> Tensor | None:

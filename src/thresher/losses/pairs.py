@@ -35,6 +35,7 @@ class ResponseLogps:
     lengths: Tensor  # [num_pairs] int64, scored tokens; 0 if the example has no such response; sums to num_tokens
     log_sum_squared_probs: Tensor | None = None  # [num_tokens] log(sum_v p(v)^2)
     entropy: Tensor | None = None  # [num_tokens] in nats, without gradient
+    token_weights: Tensor | None = None  # [num_tokens] of the data, on the policy's logps only; None weighs all equally
 
     @property
     def num_pairs(self) -> int:
@@ -150,7 +151,15 @@ def concat_logps(parts: Sequence[ResponseLogps]) -> ResponseLogps:
         torch.cat([part.lengths for part in parts]),
         _concat_statistic([part.log_sum_squared_probs for part in parts]),
         _concat_statistic([part.entropy for part in parts]),
+        _concat_weights(parts),
     )
+
+
+def _concat_weights(parts: Sequence[ResponseLogps]) -> Tensor | None:
+    if all(part.token_weights is None for part in parts):
+        return None
+    weights = (torch.ones_like(part.values) if part.token_weights is None else part.token_weights for part in parts)
+    return torch.cat(list(weights))
 
 
 def _concat_statistic(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -61,6 +61,15 @@ def power_score(log_value: Tensor, exponent: float) -> Tensor:
     return torch.expm1((exponent * log_value).clamp(max=_MAX_EXPONENT)) / exponent
 
 
+def _token_weights(side: ResponseLogps, shared: Tensor | None = None, ld_alpha: float = 1.0) -> Tensor | None:
+    """Return the factor of each token's logp, for policy and reference: the data's weight times LD-DPO's."""
+    given = None if side.token_weights is None else to_fp64(side.token_weights)
+    if shared is None:
+        return given
+    weights = ld_token_weights(side, shared, ld_alpha)
+    return weights if given is None else weights * given
+
+
 def ld_token_weights(side: ResponseLogps, shared_lengths: Tensor, ld_alpha: float) -> Tensor:
     """LD-DPO (2409.06411): weigh tokens beyond the shorter side's length by ld_alpha, all others by 1: [num_tokens].
 
@@ -143,8 +152,8 @@ class ReferenceScores:
 class PairScores:
     """Per-pair sums, each [num_pairs], in fp64 for logps of any dtype."""
 
-    logps: ChosenRejected  #: the policy's, LD-weighted where ld_alpha is on
-    chosen_nll: Tensor  #: never LD-weighted: likelihood terms weigh every token equally
+    logps: ChosenRejected  #: the policy's, LD-weighted where ld_alpha is on, and by the token weights of the data
+    chosen_nll: Tensor  #: never LD-weighted: likelihood terms weigh tokens as the data does
     lengths: ChosenRejected  #: scored tokens
     reference_scores: ReferenceScores | None = None
     reward_shift: Tensor | None = None  #: added to the reward margin by R-DPO and the margin column, in units of reward
@@ -214,25 +223,26 @@ def score_pairs(
     policy, reference = inputs.policy, inputs.reference
     _check_inputs(policy, reference)
     shared = None if ld_alpha == 1.0 else torch.minimum(policy.chosen.lengths, policy.rejected.lengths)
+    weights = [_token_weights(side, shared, ld_alpha) for side in (policy.chosen, policy.rejected)]
 
-    def sums(side: ResponseLogps) -> Tensor:
-        return side.sums(None if shared is None else ld_token_weights(side, shared, ld_alpha))
+    def sums(chosen: ResponseLogps, rejected: ResponseLogps) -> ChosenRejected:
+        return ChosenRejected(chosen.sums(weights[0]), rejected.sums(weights[1]))
 
-    logps = ChosenRejected(sums(policy.chosen), sums(policy.rejected))
+    logps = sums(policy.chosen, policy.rejected)
     dtype = logps.chosen.dtype
     lengths = ChosenRejected(policy.chosen.lengths.to(dtype), policy.rejected.lengths.to(dtype))
-    chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums()
+    chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums(_token_weights(policy.chosen))
     reference_scores = None
     if reference_free:
         reference_logps = ChosenRejected(torch.zeros_like(logps.chosen), torch.zeros_like(logps.rejected))
     elif reference is not None:
-        reference_logps = ChosenRejected(sums(reference.chosen).detach(), sums(reference.rejected).detach())
+        reference_logps = ChosenRejected(*(each.detach() for each in sums(reference.chosen, reference.rejected)))
     if reference_free or reference is not None:
         log_ratios = ChosenRejected(logps.chosen - reference_logps.chosen, logps.rejected - reference_logps.rejected)
         if clamp_log_ratio and reference is not None:
-            log_ratios = ChosenRejected(
-                sums(clamped_log_ratios(policy.chosen, reference.chosen, clamp_log_ratio)),
-                sums(clamped_log_ratios(policy.rejected, reference.rejected, clamp_log_ratio)),
+            log_ratios = sums(
+                clamped_log_ratios(policy.chosen, reference.chosen, clamp_log_ratio),
+                clamped_log_ratios(policy.rejected, reference.rejected, clamp_log_ratio),
             )
         to_score = f_divergence or FDivergence()
         scores = ChosenRejected(to_score(log_ratios.chosen), to_score(log_ratios.rejected))

@@ -64,7 +64,7 @@ def check_row(content: Any) -> bool:
             row, row_format = joined, FORMAT_BY_NAME["prompt"]
         if row_format.is_tokenized:
             check_columns(row, row_format, {})
-            read_tokenized(row, 100, *read_numbers(row))
+            read_tokenized(row, 100, *read_numbers(row), has_token_weights=row_format.kind == "weighted_pairs")
             return True
         read = to_preference_row(row, row_format, {})
     except BadRowError as error:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.data.batching.plan import PairIds, Plan
-from thresher.data.example import ExampleBatch, Response
+from thresher.data.example import ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
 
@@ -108,9 +108,9 @@ class MismatchedAnswers:
         for example, other in zip(self.store.read(ids).pairs, others.tolist(), strict=True):
             responses = example.responses
             if other >= 0:
-                answer, mask, _ = self.store[other].responses[0]
                 room = self.store.longest_example - len(example.prompt_ids)
-                responses = (*responses, Response(answer[:room], None if mask is None else mask[:room], 0.0))
+                answer = self.store[other].responses[0].first_tokens(room)
+                responses = (*responses, answer._replace(value=0.0))
             examples.append(replace(example, responses=responses))
         return ExampleBatch(visits, tuple(examples))
 

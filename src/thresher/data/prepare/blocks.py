@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thresher.data.example import Example, Kind, Response
+from thresher.data.example import Example, Kind, Response, StoredKind, kind_of
 from thresher.data.prepare.findings import Keys, to_keys
 from thresher.data.rows.formats import (
     FORMAT_BY_NAME,
@@ -114,7 +114,8 @@ class BlockWorker:
             task.span, block.last_number, block.bytes_done, task.rows_read, task.rows_joined, bad=list(task.bad)
         )
         kept: list[Example] = []
-        kind = FORMAT_BY_NAME[task.row_format].kind
+        stored_kind = FORMAT_BY_NAME[task.row_format].kind
+        kind = kind_of(stored_kind)
         for tokenized, findings in self._tokenize(task, result):
             pair = self._keep(tokenized, kind, result)
             if isinstance(pair, str):
@@ -124,7 +125,7 @@ class BlockWorker:
                 result.findings.setdefault(name, []).append(len(kept))
             kept.append(pair)
         hashes = [hash_example(pair) for pair in kept]
-        result.pairs = pairs_to_record_batch(kept, hashes, kind)
+        result.pairs = pairs_to_record_batch(kept, hashes, stored_kind)
         result.keys = to_keys([each.pair for each in hashes])
         result.swapped_keys = to_keys([each.swapped for each in hashes])
         if kind == "labels":
@@ -145,7 +146,9 @@ class BlockWorker:
                 values = parse_row(content)
                 if row_format.is_tokenized:
                     check_columns(values, row_format, task.column_names)
-                    pair = read_tokenized(values, len(self._tokenizer), *read_numbers(values))
+                    has_weights = row_format.kind == "weighted_pairs"
+                    numbers = read_numbers(values)
+                    pair = read_tokenized(values, len(self._tokenizer), *numbers, has_token_weights=has_weights)
                     pairs.append(replace(pair, margin=self._margin(values, pair.margin)))
                     continue
                 row = to_preference_row(values, row_format, task.column_names)
@@ -164,7 +167,7 @@ class BlockWorker:
             findings = ["control_tokens_in_text"] * text.has_placeholders
             findings += ["scores_contradict_labels"] * row.scores_contradict
             sides = zip(tokens.example.responses, row.values or (0.0,) * len(row.responses), strict=True)
-            responses = tuple(Response(ids, mask, value) for (ids, mask, _), value in sides)
+            responses = tuple(response._replace(value=value) for response, value in sides)
             example = replace(tokens.example, responses=responses, weight=row.weight, margin=row.margin)
             tokenized.append((replace(tokens, example=example), findings))
         return tokenized
@@ -199,7 +202,7 @@ class BlockWorker:
             return "too_long"
         if pair is not full:
             pair = _distinct(pair)
-            has_scored_tokens = all(mask is None or mask.any() for _, mask, _ in pair.responses)
+            has_scored_tokens = all(mask is None or mask.any() for _, mask, *_ in pair.responses)
             if _find_alike(pair, kind) is not None or not has_scored_tokens:
                 return "nothing_left_after_truncation"
             result.truncated[settings.truncation] += 1
@@ -297,7 +300,8 @@ class TaskReader:
         # if no row of a file can be parsed, each is reported as bad whatever the format
         formats = [each.format_name or "prompt" for each in self.files]
         joins = [settings.join_labelled and FORMAT_BY_NAME[each].is_labelled for each in formats]
-        self.kind = _kind_of(self.files, settings)
+        self.stored_kind = _kind_of(self.files, settings)
+        self.kind = kind_of(self.stored_kind)
         self.spans = [
             SpanTask(number, file, span, formats[file], names, joins[file]) for number, (file, span) in enumerate(spans)
         ]
@@ -343,14 +347,14 @@ class TaskReader:
         return BlockTask(task.number, pairs, "prompt", {}, len(block), len(joined), tuple(bad))
 
 
-def find_kind(settings: DataSettings, sources: Sequence[SourceFile]) -> Kind:
+def find_kind(settings: DataSettings, sources: Sequence[SourceFile]) -> StoredKind:
     """Return the kind of examples that the rows of all sources become; reads the first row of each."""
     return _kind_of([_detect_source(each, settings.column_names) for each in sources], settings)
 
 
-def _kind_of(files: Sequence[SourceFormat], settings: DataSettings) -> Kind:
+def _kind_of(files: Sequence[SourceFormat], settings: DataSettings) -> StoredKind:
     """Return the kind of all files, or raise `UserError` if they differ."""
-    found: dict[Kind, str] = {}
+    found: dict[StoredKind, str] = {}
     for each in files:
         if each.format_name is not None:
             row_format = FORMAT_BY_NAME[each.format_name]
@@ -359,7 +363,11 @@ def _kind_of(files: Sequence[SourceFormat], settings: DataSettings) -> Kind:
     if len(found) > 1:
         (one, first), (other, second), *_ = found.items()
         join = f"; set {settings.key('join_labelled')}=true to join labelled rows to pairs" if "labels" in found else ""
-        raise UserError(f"{first} has {one}, but {second} has {other}; prepare one kind of rows at a time{join}")
+        shown = {"weighted_pairs": "pairs with token weights", "pairs": "pairs without them"}
+        names = [shown.get(each, each) if "weighted_pairs" in found else each for each in (one, other)]
+        raise UserError(
+            f"{first} has {names[0]}, but {second} has {names[1]}; prepare one kind of rows at a time{join}"
+        )
     return next(iter(found), "pairs")
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thresher import durable
-from thresher.data.example import Kind
+from thresher.data.example import Kind, StoredKind
 from thresher.data.prepare.blocks import BadRow, BlockResult, BlockWorker, TaskReader, find_kind, find_template
 from thresher.data.prepare.executor import Executor, local_executor
 from thresher.data.prepare.findings import Finding, LengthBias, SpilledKeys
@@ -88,7 +88,7 @@ def make_fingerprint(
     tokenizer: PreTrainedTokenizerBase,
     template: Template,
     source_digests: Sequence[str],
-    kind: Kind = "pairs",
+    kind: StoredKind = "pairs",
 ) -> str:
     """Digest everything that determines a store's examples."""
     content = {
@@ -433,11 +433,13 @@ def prepare(
     sources = resolve_sources(settings.file_names)
     digests = digest_sources(sources)
     reader = TaskReader(settings, sources)
-    fingerprint = make_fingerprint(settings, tokenizer, template, digests, reader.kind)
+    fingerprint = make_fingerprint(settings, tokenizer, template, digests, reader.stored_kind)
     execute = executor or local_executor(settings.num_processes)
     with ExitStack() as stack:
         writer = stack.enter_context(
-            StoreWriter(output, settings.shard_rows, _resume_fingerprint(fingerprint, settings, sources), reader.kind)
+            StoreWriter(
+                output, settings.shard_rows, _resume_fingerprint(fingerprint, settings, sources), reader.stored_kind
+            )
         )
         check_output(output, overwrite=overwrite)
         resumed, directory = writer.resumed, writer.staging.directory

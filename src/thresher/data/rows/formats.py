@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from thresher.data.example import Kind
+from thresher.data.example import StoredKind
 from thresher.data.rows.messages import (
     SYSTEM_ROLES,
     Message,
@@ -81,7 +81,7 @@ class RowFormat:
     optional: tuple[str, ...] = _OPTIONAL
     matches: Callable[[Row], bool] = lambda row: True  # whether the values have the types of this format
     is_tokenized: bool = False
-    kind: Kind = "pairs"
+    kind: StoredKind = "pairs"
 
     @property
     def is_labelled(self) -> bool:
@@ -377,15 +377,19 @@ def _answer_formats(labelled_name: str, answered_name: str, *required: str) -> t
 
 _SIDES = ("chosen", "rejected")
 _WITH_HISTORY = ("input", "history", *_OPTIONAL)
+_TOKENIZED = tuple(f"{side}_{name}" for side in _SIDES for name in ("input_ids", "loss_mask"))
+_WITH_TOKENIZED = (*(f"{side}_attention_mask" for side in _SIDES), "margin", "weight", *_SCORE_NAMES)
 # in order of priority: the first format whose required columns are all present is used
 FORMATS = (
     RowFormat(
-        "tokenized",
-        tuple(f"{side}_{name}" for side in _SIDES for name in ("input_ids", "loss_mask")),
+        "tokenized_weights",
+        (*_TOKENIZED, *(f"{side}_token_weights" for side in _SIDES)),
         _not_read,
-        (*(f"{side}_attention_mask" for side in _SIDES), "margin", "weight", *_SCORE_NAMES),
+        _WITH_TOKENIZED,
         is_tokenized=True,
+        kind="weighted_pairs",
     ),
+    RowFormat("tokenized", _TOKENIZED, _not_read, _WITH_TOKENIZED, is_tokenized=True),
     RowFormat("openai", ("input", "preferred_output", "non_preferred_output"), _read_openai),
     RowFormat("evals", ("question", "answer_matching_behavior", "answer_not_matching_behavior"), _read_evals),
     RowFormat("instruction", ("instruction", *_SIDES), _read_instruction, _WITH_HISTORY),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.example import Example, TokenIds
+from thresher.data.example import Example, Response, TokenIds, TokenWeights
 
 # a pair of a million tokens is about 10 MB; a longer line is a file without line ends or a decompression bomb
 MAX_ROW_BYTES = 32 << 20
@@ -141,33 +141,36 @@ def quoted(value: Any) -> str:
 Mask = npt.NDArray[np.bool_]
 
 
-def read_tokenized(row: Row, vocab_size: int, weight: float, margin: float) -> Example:
+def read_tokenized(
+    row: Row, vocab_size: int, weight: float, margin: float, *, has_token_weights: bool = False
+) -> Example:
     """Read a row of token ids with loss masks, as ColossalChat's `prepare_dataset.py` writes them: no template.
 
     The prompt is what precedes the first scored token, and must be the same on both sides. Tokens after the last scored
     token, such as padding, change no logp and are removed. Nothing predicts the first token, so its mask is ignored.
     """
-    (prompt, chosen, chosen_mask), (other, rejected, rejected_mask) = (
-        _read_side(row, side, vocab_size) for side in ("chosen", "rejected")
+    (prompt, chosen), (other, rejected) = (
+        _read_side(row, side, vocab_size, has_token_weights) for side in ("chosen", "rejected")
     )
     if not np.array_equal(prompt, other):
         raise BadRowError(
             f"the tokens before the first scored token differ between the sides ({len(prompt)} and {len(other)} tokens)"
         )
-    return Example.pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+    return Example(prompt, (chosen, rejected), weight, margin)
 
 
-def _read_side(row: Row, side: str, vocab_size: int) -> tuple[TokenIds, TokenIds, Mask | None]:
-    """Split a sequence into prompt and response, with the mask of the response; None scores all its tokens."""
+def _read_side(row: Row, side: str, vocab_size: int, has_token_weights: bool) -> tuple[TokenIds, Response]:
+    """Split a sequence into prompt and response."""
     ids = _integers(row, f"{side}_input_ids")
     mask = _integers(row, f"{side}_loss_mask").astype(np.bool_)
     if len(ids) != len(mask):
         raise BadRowError(f"`{side}_input_ids` has {len(ids)} tokens, but `{side}_loss_mask` has {len(mask)} values")
+    weights = _read_weights(row, side, len(ids), has_token_weights)
     if row.get(f"{side}_attention_mask") is not None:
         attended = _integers(row, f"{side}_attention_mask").astype(np.bool_)
         if len(attended) != len(ids):
             raise BadRowError(f"`{side}_attention_mask` has {len(attended)} values for {len(ids)} tokens")
-        ids, mask = ids[attended], mask[attended]
+        ids, mask, weights = ids[attended], mask[attended], None if weights is None else weights[attended]
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         outside = next(int(each) for each in ids if not 0 <= each < vocab_size)
         raise BadRowError(
@@ -178,15 +181,41 @@ def _read_side(row: Row, side: str, vocab_size: int) -> tuple[TokenIds, TokenIds
     if not len(scored):
         raise BadRowError(f"`{side}_loss_mask` scores no token after the first")
     first, end = int(scored[0]), int(scored[-1]) + 1
-    response = mask[first:end]
-    return ids[:first].astype(np.int32), ids[first:end].astype(np.int32), None if response.all() else response
+    response = Response(ids[first:end].astype(np.int32), None if mask[first:end].all() else mask[first:end])
+    if weights is not None:
+        response = response._replace(weights=weights[first:end])
+    return ids[:first].astype(np.int32), response
 
 
-def _integers(row: Row, name: str) -> npt.NDArray[np.int64]:
+def _read_weights(row: Row, side: str, length: int, has_token_weights: bool) -> TokenWeights | None:
+    name = f"{side}_token_weights"
+    if not has_token_weights:
+        if row.get(name) is not None:
+            raise BadRowError(
+                f"the row has `{name}`, but the first row of the file does not have it for both sides; give each row "
+                "`chosen_token_weights` and `rejected_token_weights`"
+            )
+        return None
+    numbers = _numbers(row, name)
+    if len(numbers) != length:
+        raise BadRowError(f"`{side}_input_ids` has {length} tokens, but `{name}` has {len(numbers)} values")
+    if not (np.isfinite(numbers) & (numbers >= 0) & (numbers <= np.finfo(np.float32).max)).all():
+        raise BadRowError(f"`{name}` must have finite numbers that are not negative")
+    return numbers.astype(np.float32)
+
+
+def _numbers(row: Row, name: str) -> npt.NDArray[np.float64]:
     value: Any = row[name]
     if not isinstance(value, list) or not all(isinstance(each, int | float) for each in value):
         raise BadRowError(f"`{name}` must be a list of numbers")
-    numbers = np.asarray(value, dtype=np.float64)
+    try:
+        return np.asarray(value, dtype=np.float64)
+    except OverflowError as error:
+        raise BadRowError(f"`{name}` has an integer that is too large") from error
+
+
+def _integers(row: Row, name: str) -> npt.NDArray[np.int64]:
+    numbers = _numbers(row, name)
     if not np.array_equal(numbers, np.trunc(numbers)) or np.abs(numbers).max(initial=0) > 2**31 - 1:
         raise BadRowError(f"`{name}` must have integers only")
     return numbers.astype(np.int64)

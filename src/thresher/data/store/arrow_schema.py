@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.example import Example, Kind, Response
-from thresher.data.store.reader import HASH_BYTES, SCHEMA, fixed_width_values, schema_of
+from thresher.data.example import Example, Response, StoredKind, kind_of
+from thresher.data.store.reader import HASH_BYTES, fixed_width_values, schema_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 
-def pairs_to_record_batch(pairs: Sequence[Example], hashes: Sequence[PairHashes], kind: Kind = "pairs") -> Any:
+def pairs_to_record_batch(pairs: Sequence[Example], hashes: Sequence[PairHashes], kind: StoredKind = "pairs") -> Any:
     """Build a record batch with the columns of a kind of examples."""
     values: dict[str, list[Any]] = {
         "prompt_ids": [pair.prompt_ids for pair in pairs],
@@ -50,10 +50,11 @@ def pairs_to_record_batch(pairs: Sequence[Example], hashes: Sequence[PairHashes]
         "hash": [each.pair for each in hashes],
         "prompt_hash": [each.prompt for each in hashes],
     }
-    if kind == "pairs":
+    if kind_of(kind) == "pairs":
         for name, side in (("chosen", 0), ("rejected", 1)):
             values[f"{name}_ids"] = [pair.responses[side].ids for pair in pairs]
             values[f"{name}_mask"] = [pair.responses[side].mask for pair in pairs]
+            values[f"{name}_weights"] = [pair.responses[side].weights for pair in pairs]
     else:
         lists = [pair.responses for pair in pairs]
         values["response_ids"] = [np.concatenate([each.ids for each in responses]) for responses in lists]
@@ -114,7 +115,7 @@ def rebuild_buffers(batch: Any) -> Any:
 
 def lengths_of(batch: Any) -> npt.NDArray[np.int32]:
     """Return the token counts of a record batch: [examples, (prompt, response, response...)], 0 for absent ones."""
-    if batch.schema.equals(SCHEMA):
+    if "chosen_ids" in batch.schema.names:
         return np.stack([np.diff(batch.column(column).offsets.to_numpy()) for column in range(3)], axis=1)
     column = batch.column("response_lengths")
     counts = np.diff(column.offsets.to_numpy())
@@ -127,7 +128,7 @@ def lengths_of(batch: Any) -> npt.NDArray[np.int32]:
 def scored_lengths_of(batch: Any, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
     """Return the scored tokens of each response, given `lengths_of` the batch; None if it has no masks."""
     scored, has_masks = lengths[:, 1:].copy(), False
-    if batch.schema.equals(SCHEMA):
+    if "chosen_ids" in batch.schema.names:
         for side, column in enumerate((batch.column("chosen_mask"), batch.column("rejected_mask"))):
             for row in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)):
                 has_masks = True

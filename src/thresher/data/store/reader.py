@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.example import UNITS, Example, ExampleBatch, Kind, Response
+from thresher.data.example import UNITS, Example, ExampleBatch, Kind, Response, StoredKind, kind_of
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
 
@@ -91,15 +91,19 @@ _RESPONSES_SCHEMA = pa.schema(
         *_NUMBERS,
     ]
 )
+_NUMBERS_OF_TOKENS = pa.list_(pa.field("item", pa.float32(), nullable=False))
+_WEIGHTED_SCHEMA = pa.schema(
+    [*SCHEMA, *(pa.field(f"{side}_weights", _NUMBERS_OF_TOKENS, nullable=False) for side in ("chosen", "rejected"))]
+)
 LENGTH_DTYPE = np.dtype("<u4")
 Lengths = npt.NDArray[np.uint32]
 HASH_DTYPE = np.dtype(f"V{HASH_BYTES}")
 Hashes = npt.NDArray[np.void]
 
 
-def schema_of(kind: Kind) -> Any:
+def schema_of(kind: StoredKind) -> Any:
     """Return the columns of a shard."""
-    return SCHEMA if kind == "pairs" else _RESPONSES_SCHEMA
+    return {"pairs": SCHEMA, "weighted_pairs": _WEIGHTED_SCHEMA}.get(kind, _RESPONSES_SCHEMA)
 
 
 class _PairsView:
@@ -110,13 +114,19 @@ class _PairsView:
         # None if the whole column is null, as mask columns usually are
         self._masks = [column if column.null_count < len(column) else None for column in batch.columns[3:5]]
         self._weights, self._margins = (np.from_dlpack(batch.column(at)) for at in (5, 6))
+        self._token_weights = [list_views(column) for column in batch.columns[9:]]
 
     def example(self, row: int) -> Example:
         # copies, not views: an example stays valid and writable after its shard is unmapped
         prompt, chosen, rejected = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._ids)
         chosen_mask, rejected_mask = (None if column is None else _mask(column[row]) for column in self._masks)
         weight, margin = float(self._weights[row]), float(self._margins[row])
-        return Example.pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+        pair = Example.pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
+        if not self._token_weights:
+            return pair
+        weights = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._token_weights)
+        responses = zip(pair.responses, weights, strict=True)
+        return replace(pair, responses=tuple(each._replace(weights=of) for each, of in responses))
 
 
 class _ResponsesView:
@@ -140,9 +150,9 @@ class _ResponsesView:
 class StoreShard:
     """One memory-mapped Arrow file; each record batch but the last holds `ROWS_PER_RECORD_BATCH` examples."""
 
-    def __init__(self, path: Path, kind: Kind = "pairs") -> None:
+    def __init__(self, path: Path, kind: StoredKind = "pairs") -> None:
         self._path = path
-        self._view = _PairsView if kind == "pairs" else _ResponsesView
+        self._view = _PairsView if kind_of(kind) == "pairs" else _ResponsesView
         with self._reading():
             self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
             if not self._reader.schema.equals(schema_of(kind)):
@@ -219,11 +229,13 @@ class ExampleStore:
         self._split = split
         self._numbers: npt.NDArray[np.int64] | None = None
         files = [StoreFile(**entry) for entry in manifest["shards"]]
-        self.kind: Kind = manifest.get("kind", "pairs")
+        stored_kind: StoredKind = manifest.get("kind", "pairs")
+        self.kind: Kind = kind_of(stored_kind)
+        self.has_token_weights = stored_kind == "weighted_pairs"
         self.unit = UNITS[self.kind]
         self.num_responses = int(manifest.get("num_responses", 2))  #: of the example with most
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
-        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name, self.kind))
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name, stored_kind))
         self.digest = str(manifest["content_digest"])  #: of all examples in order, independent of the shard size
         self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings
         self.tokenizer_digest = str(manifest.get("tokenizer_digest", "unknown"))
@@ -364,10 +376,11 @@ def _check_fields(manifest: Mapping[str, Any]) -> None:
     num_pairs = sum(each.num_pairs for each in files)
     sizes = {each.name: each.size for each in files}
     kind, width = manifest.get("kind", "pairs"), manifest.get("num_responses", 2)
-    if kind not in get_args(Kind) or type(width) is not int or width < 1 or (kind == "pairs" and width != 2):
+    kinds = (*get_args(Kind), "weighted_pairs")
+    if kind not in kinds or type(width) is not int or width < 1 or (kind_of(kind) == "pairs" and width != 2):
         raise ValueError(f"invalid kind {kind!r} with {width!r} responses")
     expected = {"lengths.bin": (1 + width) * LENGTH_DTYPE.itemsize, "scored.bin": width * LENGTH_DTYPE.itemsize}
-    if kind != "pairs":
+    if kind_of(kind) != "pairs":
         expected["prompts.bin"] = HASH_BYTES
     for name, row_size in expected.items():
         size = num_pairs * row_size

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher import durable
-from thresher.data.example import Kind
+from thresher.data.example import StoredKind, kind_of
 from thresher.data.store.arrow_schema import lengths_of, rebuild_buffers, scored_lengths_of
 from thresher.data.store.reader import (
     FORMAT_VERSION,
@@ -43,6 +43,12 @@ _PROGRESS = "progress.json"
 PAIRS_PER_CHECKPOINT = 32_768
 _CONTENT_DTYPE = np.dtype([("hash", HASH_DTYPE), ("weight", "<f4"), ("margin", "<f4")])
 _CONTENT_COLUMNS = _CONTENT_DTYPE.names or ()
+_DIGESTED_LISTS: Mapping[StoredKind, tuple[str, ...]] = {
+    "pairs": (),
+    "weighted_pairs": ("chosen_weights", "rejected_weights"),
+    "labels": ("values",),
+    "lists": ("values",),
+}
 _ROWS_PER_COPY = 65_536
 # an Arrow file is a magic string padded to 8 bytes, a stream, and a footer
 _STREAM_START = 8
@@ -51,8 +57,10 @@ _STREAM_START = 8
 class StoreWriter:
     """Write record batches into shards in the staging directory; `finish` renames it to the output."""
 
-    def __init__(self, output: Path, shard_rows: int, fingerprint: str | None = None, kind: Kind = "pairs") -> None:
-        self._kind = kind
+    def __init__(
+        self, output: Path, shard_rows: int, fingerprint: str | None = None, kind: StoredKind = "pairs"
+    ) -> None:
+        self._stored_kind, self._kind = kind, kind_of(kind)
         self._shard_rows = shard_rows
         self._rows_per_batch = min(ROWS_PER_RECORD_BATCH, shard_rows)
         self.staging = Staging(output, fingerprint)
@@ -87,9 +95,10 @@ class StoreWriter:
         self._has_masks = bool(state.get("has_masks"))
         self._columns_in_use: set[str] = set(state.get("columns_in_use", ()))
         self._longest = int(state.get("longest_pair", 0))
-        self._digest, self._values_digest = hashlib.sha256(), hashlib.sha256()
+        self._digest = hashlib.sha256()
+        self._list_digests = {name: hashlib.sha256() for name in _DIGESTED_LISTS[self._stored_kind]}
         for shard in self._shards:
-            for batch in _content_columns(self._content / shard.name, self._kind):
+            for batch in _content_columns(self._content / shard.name, self._stored_kind):
                 self._digest_content(batch)
         if num_batches := int(state.get("batches_in_shard", 0)):
             self._copy_torn_shard(num_batches)
@@ -190,9 +199,10 @@ class StoreWriter:
         for name, path in paths.items():
             path.replace(self._content / f"{name}.bin")
         digest, of_kind = self._digest.hexdigest(), {}
-        if self._kind != "pairs":
-            digest = hashlib.sha256(self._digest.digest() + self._values_digest.digest()).hexdigest()
-            of_kind = {"kind": self._kind, "num_responses": self._num_responses}
+        if self._stored_kind != "pairs":
+            digests = (self._digest, *self._list_digests.values())
+            digest = hashlib.sha256(b"".join(each.digest() for each in digests)).hexdigest()
+            of_kind = {"kind": self._stored_kind, "num_responses": self._num_responses}
         manifest = {
             "format_version": RESPONSES_VERSION if of_kind else FORMAT_VERSION,
             **of_kind,
@@ -236,7 +246,7 @@ class StoreWriter:
         self._writer = None
 
     def _write_pending(self, num_rows: int) -> None:
-        table = pa.Table.from_batches(self._pending, schema=schema_of(self._kind))
+        table = pa.Table.from_batches(self._pending, schema=schema_of(self._stored_kind))
         self._pending = table.slice(num_rows).to_batches()
         self._num_pending -= num_rows
         self._write(rebuild_buffers(table.slice(0, num_rows).combine_chunks().to_batches()[0]))
@@ -244,7 +254,7 @@ class StoreWriter:
     def _write(self, batch: Any) -> None:
         if self._writer is None:
             self._sink = pa.OSFile(str(self._shard_path), "wb")
-            self._writer = pa.ipc.new_file(self._sink, schema_of(self._kind))
+            self._writer = pa.ipc.new_file(self._sink, schema_of(self._stored_kind))
         self._writer.write_batch(batch)
         self._batches_in_shard += 1
         self._pairs_in_shard += batch.num_rows
@@ -263,8 +273,8 @@ class StoreWriter:
         for name in _CONTENT_COLUMNS:
             rows[name] = fixed_width_values(batch.column(name), _CONTENT_DTYPE[name])
         self._digest.update(rows.tobytes())
-        if self._kind != "pairs":
-            self._values_digest.update(batch.column("values").flatten().to_numpy().tobytes())
+        for name, digest in self._list_digests.items():
+            digest.update(batch.column(name).flatten().to_numpy().tobytes())
         return rows
 
     def _write_lengths(self, batch: Any) -> None:
@@ -295,9 +305,9 @@ class StoreWriter:
         return StoreFile(name, path.stat().st_size, sha256_of_file(path), num_pairs)
 
 
-def _content_columns(path: Path, kind: Kind) -> Iterator[Any]:
+def _content_columns(path: Path, kind: StoredKind) -> Iterator[Any]:
     # read, not mapped: mapped pages would count as memory of this process
-    names = _CONTENT_COLUMNS if kind == "pairs" else (*_CONTENT_COLUMNS, "values")
+    names = (*_CONTENT_COLUMNS, *_DIGESTED_LISTS[kind])
     fields = sorted(schema_of(kind).get_field_index(name) for name in names)
     with pa.OSFile(str(path)) as stream:
         reader = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(included_fields=fields))

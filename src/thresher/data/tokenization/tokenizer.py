@@ -86,7 +86,7 @@ class RowTokenizer:
         split = min(_common_prefix_length(prompt, ids) for ids in texts)
         sides = zip(row.responses, texts, strict=True)
         responses = tuple(self._response(row, side, ids, split) for side, ids in sides)
-        empty = any(len(ids) < 2 or (mask is not None and not mask[:-1].any()) for ids, mask, _ in responses)
+        empty = any(len(ids) < 2 or (mask is not None and not mask[:-1].any()) for ids, mask, *_ in responses)
         example = Example(prompt[:split], responses)
         return TokenizedRow(example, split_moved=split < len(prompt), has_empty_response=empty)
 
@@ -158,13 +158,8 @@ def truncate(example: Example, limit: int | None, how: Truncation, bos_id: int |
         return replace(example, prompt_ids=np.concatenate([prompt[:kept], prompt[kept + excess :]]))
     room = limit - len(prompt)
     if how == "response_end" and room >= 1:
-        return replace(example, responses=tuple(_first_tokens(response, room) for response in example.responses))
+        return replace(example, responses=tuple(response.first_tokens(room) for response in example.responses))
     return None
-
-
-def _first_tokens(response: Response, count: int) -> Response:
-    ids, mask, value = response
-    return Response(ids[:count], None if mask is None else mask[:count], value)
 
 
 def needed_length(example: Example, how: Truncation, bos_id: int | None) -> int:
