@@ -87,7 +87,7 @@ def test_auto_falls_back_to_padded_with_one_line_if_packed_rows_fail(run, tmp_pa
 def test_a_layout_that_the_config_names_is_not_replaced(run):
     with pytest.raises(
         UserError,
-        match=r"layout `shared` does not work with model family `nemotron`.*use layout=auto or layout=padded$",
+        match=r"layout `shared` does not work with model family `nemotron`.*use layout=padded$",
     ):
         run(NEMOTRON, layout="shared")
 
