@@ -196,6 +196,10 @@ AGAINST_ONE_PROCESS = [
         )
         for stage in (1, 2)
     ),
+    *(
+        Case(sizes, loss="bradley_terry", lora_rank=4, also="LoRA, a reward model")
+        for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))
+    ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
 ]
