@@ -68,9 +68,10 @@ def import_config(
     others = [entry for entry in translation.entries if entry.outcome not in (*_DIFFERENT, "changes nothing here")]
     if others and not show_all:
         defaults = sum(entry.is_default for entry in others)
-        count = f"{len(others) - defaults} other keys"
+        keys = len(others) - defaults
+        count = f"{keys} other key{'s' * (keys != 1)}"
         if defaults:
-            count += f" and {defaults} defaults of {translation.dialect.title}"
+            count += f" and {defaults} default{'s' * (defaults != 1)} of {translation.dialect.title}"
         logger.info("%s", _wrap(f"{count} mean the same here or have no effect; --all shows them"))
     lost = translation.lost
     if lost and not force:
