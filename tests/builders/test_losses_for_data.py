@@ -16,6 +16,7 @@ from thresher.builders.objective import refused_settings
 from thresher.builders.preflight.checks import check_stores
 from thresher.builders.run import build_history
 from thresher.config import parse_config
+from thresher.data.batching.batches import CostModel, MicroBatching
 from thresher.errors import UserError
 
 MODIFIERS = ("rpo_alpha", "ld_alpha", "length_penalty", "length_normalization")
@@ -171,7 +172,7 @@ def test_the_check_before_a_run_accepts_lists_validated_on_pairs(directory, trai
         (
             "pairs",
             "bradley_terry",
-            {*MODIFIERS, "label_smoothing", "desirable_weight", "beta"},
+            {*MODIFIERS, "pref_loss", "label_smoothing", "desirable_weight", "beta"},
         ),
     ],
 )
@@ -210,3 +211,14 @@ def test_the_loss_of_the_first_step_is_expected_only_where_the_data_cannot_chang
     inputs = inputs_of(directory, data, **changes)
     inputs.open()
     assert build_history(inputs).initial_loss == (None if loss is None else pytest.approx(loss))
+
+
+@pytest.mark.parametrize(("max_tokens", "max_pairs"), [(64, 2), (None, 2), (64, None)])
+def test_steps_of_kto_are_split_under_any_limit(directory: Path, max_tokens, max_pairs) -> None:
+    inputs = inputs_of(directory, "labels", pref_loss="kto")
+    inputs.open()
+    costs = CostModel(0.0, shares_prompt=False)
+    batching = MicroBatching(inputs.train_examples.lengths, costs, max_tokens=max_tokens, max_pairs=max_pairs)
+    visits = inputs.plan.pair_ids(0)
+    found = batching.split_ranks(visits, range(2), 2)
+    assert sorted(int(each) for batches in found for batch in batches for each in batch) == sorted(visits.tolist())

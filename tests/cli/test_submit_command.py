@@ -80,11 +80,13 @@ def test_relative_paths_of_a_job_become_absolute(tmp_path, monkeypatch):
         ("margin.py:loss", "{here}/margin.py:loss"),
         ({"sigmoid": 1.0, "margin.py:loss": 0.5}, {"sigmoid": 1.0, "{here}/margin.py:loss": 0.5}),
         ("sigmoid", "sigmoid"),
+        ({"kto": 1.0, "bco": 0.5}, {"kto": 1.0, "bco": 0.5}),
         ("absent.py:loss", "absent.py:loss"),
     ],
 )
 def test_files_of_functions_and_prompts_become_absolute(tmp_path, monkeypatch, given, sent):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "kto").mkdir()
     (tmp_path / "margin.py").write_text("def loss(logps): ...\ndef score(prompt, answer): ...\n")
     samples = {"prompts_file": "prompts.txt", "judge": "margin.py:score"}
     values, _ = resolve_paths(parse_config({"pref_loss": given, "samples": samples}), has_uploads=False)

@@ -109,6 +109,11 @@ def test_every_format_of_lists_gives_the_same_responses_best_first(row, values) 
             {"completions": "replies", "scores": "stars"},
             (5, 1),
         ),
+        (
+            {"ask": "Why?", "replies": ["No.", "Yes."], "overall_scores": [5, 1], "stars": [1, 4]},
+            {"completions": "replies", "scores": "stars"},
+            (4, 1),
+        ),
     ],
 )
 def test_labels_and_lists_may_have_columns_of_any_name(row, names, values) -> None:

@@ -312,3 +312,14 @@ def test_the_likelihood_term_of_a_list_has_a_gradient_in_the_best_responses_alon
     assert first == pytest.approx([-1 / 3] * 3 + [-1 / 4] * 2 + [-1 / 5] * 5)
     assert second == pytest.approx([0.0] * 4 + [-1 / 2] + [0.0] * 3)
     assert not any(map(any, others))
+
+
+def test_token_weights_of_pairs_reach_losses_on_lists():
+    """Of two responses, plackett_luce is sigmoid."""
+    inputs = random_examples([[3, 4], [2, 1], [5, 3]], None)
+    draw = torch.Generator().manual_seed(1)
+    sides = [replace(each, token_weights=torch.rand(each.values.shape, generator=draw)) for each in inputs.policy.sides]
+    weighted = replace(inputs, policy=ExampleLogps(tuple(sides)))
+    found, expected = (objective_of(name, {"beta": 0.3})(weighted).per_pair for name in ("plackett_luce", "sigmoid"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(found, objective_of("plackett_luce", {"beta": 0.3})(inputs).per_pair)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from tests.support.tiny_chat_model import quickstart_rows
 from tests.support.tiny_models import GROUPED
-from thresher.builders.export import export_checkpoint
+from thresher.builders.export import export_checkpoint, never_loaded
 from thresher.config import parse_config
 from thresher.pipeline import DPOPipeline
 
@@ -121,3 +121,14 @@ def test_the_vision_tower_is_exported_bit_for_bit(family, tmp_path, caplog):
         scores = [model(input_ids=ids).logits for model in (whole, text, base)]
     torch.testing.assert_close(scores[0], scores[1])
     assert (scores[0] - scores[2]).abs().max() > 0.01
+
+
+def test_a_layer_of_the_model_is_not_reported_as_left_out(tmp_path):
+    """transformers ignores the layer after the last one by its number, which a larger model has."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED))
+    model.save_pretrained(tmp_path)
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.1\."]
+    assert never_loaded(model, str(tmp_path)) == []
+    model.config.num_hidden_layers = 1
+    assert {name.partition("layers.")[2][0] for name in never_loaded(model, str(tmp_path))} == {"1"}

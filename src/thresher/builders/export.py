@@ -101,7 +101,7 @@ def export_checkpoint(
     if is_used and output.resolve() == Path(path).resolve():
         raise UserError(f"{output} is the model that the run started from; name a different directory")
     model = with_untrained_towers(model, path, trust_remote_code=trust_remote_code)
-    if names := never_loaded(type(model), path):
+    if names := never_loaded(model, path):
         logger.warning(
             "the export leaves out %d tensors of %s that transformers does not load, such as %s",
             len(names),
@@ -136,12 +136,18 @@ def export_checkpoint(
     staging.rmdir()
 
 
-def never_loaded(model_class: type[PreTrainedModel], path: str) -> list[str]:
-    """Return the names of the stored tensors that a class of transformers silently leaves out."""
-    patterns = model_class._keys_to_ignore_on_load_unexpected or ()
+def never_loaded(model: PreTrainedModel, path: str) -> list[str]:
+    """Return the names of the stored tensors that a class of transformers silently leaves out.
+
+    It may name a layer beyond those of a small model, which a large one has.
+    """
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     files = [file for file in find_weight_files(path) if file.suffix == ".safetensors"] if patterns else []
     names = {name for file in files for name in open_safetensors(file).keys()}  # noqa: SIM118  # not a mapping
-    return sorted(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+    ignored = sorted(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+    layers = (re.search(r"\blayers\.(\d+)\.", name) for name in ignored)
+    return [name for name, layer in zip(ignored, layers, strict=True) if not layer or int(layer[1]) >= num_layers]
 
 
 def with_untrained_towers(model: PreTrainedModel, path: str, *, trust_remote_code: bool) -> PreTrainedModel:

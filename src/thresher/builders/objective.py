@@ -172,6 +172,8 @@ def refused_settings(config: DPOConfig, train: ExampleStore) -> frozenset[str]:
             for_data(build_objective(config.model_copy(update={name: value})), train)
         except UserError:
             refused.add(name)
+    if trains_rewards(config):
+        refused.add("pref_loss")  # a different loss would train a policy
     return frozenset(refused)
 
 

@@ -159,7 +159,8 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
         given = [old] if isinstance(old, str) else old or []
         if name == "file_name":
             given = [find_in_directory(path, section.get("dataset_dir")) for path in given]
-        paths = [path if path in names else _absolute(path, must_exist=key in _NAMES_OR_PATHS) for path in given]
+        no_paths = {name for name in given if ".py:" not in name} if key == "pref_loss" else names
+        paths = [path if path in no_paths else _absolute(path, must_exist=key in _NAMES_OR_PATHS) for path in given]
         new: Any = paths[0] if isinstance(old, str) else paths
         if isinstance(old, dict):  # losses and their weights
             new = dict(zip(paths, old.values(), strict=True))

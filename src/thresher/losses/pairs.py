@@ -41,6 +41,11 @@ class ResponseLogps:
     def num_pairs(self) -> int:
         return self.lengths.numel()
 
+    @property
+    def weights(self) -> Tensor | None:
+        """The token weights in fp64."""
+        return None if self.token_weights is None else to_fp64(self.token_weights)
+
     def sums(self, token_weights: Tensor | None = None) -> Tensor:
         """Sum each pair's logps: [num_pairs] fp64. Each sum is bitwise independent of the other pairs."""
         values = self.values if token_weights is None else self.values * token_weights

@@ -29,8 +29,11 @@ class ResponseScores:
 
     @classmethod
     def of(cls, inputs: ObjectiveInputs, point_of_step: float | None = None) -> ResponseScores:
-        logps, lengths = _sums(inputs.policy), torch.stack([side.lengths for side in inputs.policy.sides], 1)
-        reference = None if inputs.reference is None else _sums(inputs.reference).detach()
+        logps, lengths = (
+            _sums(inputs.policy, inputs.policy),
+            torch.stack([side.lengths for side in inputs.policy.sides], 1),
+        )
+        reference = None if inputs.reference is None else _sums(inputs.reference, inputs.policy).detach()
         ranks = -torch.arange(logps.shape[1], dtype=logps.dtype, device=logps.device).expand_as(logps)
         values = ranks if inputs.values is None else inputs.values.to(logps.dtype)
         return cls(logps, reference, lengths, lengths > 0, values, point_of_step)
@@ -56,8 +59,9 @@ class ResponseScores:
         return (mismatched.sum() / is_present.sum().clamp(min=1)).clamp(min=0.0)
 
 
-def _sums(logps: ExampleLogps) -> Tensor:
-    return torch.stack([side.sums() for side in logps.sides], 1)
+def _sums(logps: ExampleLogps, policy: ExampleLogps) -> Tensor:
+    sides = zip(logps.sides, policy.sides, strict=True)
+    return torch.stack([side.sums(of_policy.weights) for side, of_policy in sides], 1)
 
 
 class LabelLoss(Loss):

@@ -61,13 +61,12 @@ def power_score(log_value: Tensor, exponent: float) -> Tensor:
     return torch.expm1((exponent * log_value).clamp(max=_MAX_EXPONENT)) / exponent
 
 
-def _token_weights(side: ResponseLogps, shared: Tensor | None = None, ld_alpha: float = 1.0) -> Tensor | None:
+def _token_weights(side: ResponseLogps, shared: Tensor | None, ld_alpha: float) -> Tensor | None:
     """Return the factor of each token's logp, for policy and reference: the data's weight times LD-DPO's."""
-    given = None if side.token_weights is None else to_fp64(side.token_weights)
     if shared is None:
-        return given
+        return side.weights
     weights = ld_token_weights(side, shared, ld_alpha)
-    return weights if given is None else weights * given
+    return weights if side.weights is None else weights * side.weights
 
 
 def ld_token_weights(side: ResponseLogps, shared_lengths: Tensor, ld_alpha: float) -> Tensor:
@@ -231,7 +230,7 @@ def score_pairs(
     logps = sums(policy.chosen, policy.rejected)
     dtype = logps.chosen.dtype
     lengths = ChosenRejected(policy.chosen.lengths.to(dtype), policy.rejected.lengths.to(dtype))
-    chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums(_token_weights(policy.chosen))
+    chosen_nll = -logps.chosen if shared is None else -policy.chosen.sums(policy.chosen.weights)
     reference_scores = None
     if reference_free:
         reference_logps = ChosenRejected(torch.zeros_like(logps.chosen), torch.zeros_like(logps.rejected))

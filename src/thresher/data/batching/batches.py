@@ -157,9 +157,10 @@ class MicroBatching:
 
     def _split_padded(self, pair_ids: PairIds, max_pairs: int, max_tokens: int) -> list[PairIds]:
         """Fill padded batches from the longest pair down, so pairs of similar length share a batch."""
-        widths = self.lengths[pair_ids, 0].astype(np.int64) + self.lengths[pair_ids, 1:].max(axis=1)
+        lengths = self.lengths[pair_ids]
+        widths = lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1)
         order = np.argsort(-widths, kind="stable")
-        rows = np.cumsum(num_sequences(self.lengths[pair_ids])[order])
+        rows = np.cumsum(num_sequences(lengths)[order])
         batches, start = [], 0
         while start < len(order):
             # a row per response, padded to the width of the first example

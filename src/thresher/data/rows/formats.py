@@ -201,7 +201,9 @@ def _read_list(prompt: str, column: str) -> Callable[[Row], PreferenceRow]:
         items = row[column]
         if not isinstance(items, list) or not items:
             raise BadRowError(f"`{column}` must be a list of responses")
-        name = next((f"{name}s" for name in _LIST_SCORES if row.get(f"{name}s") is not None), None)
+        # `scores` first: it may be the column that scores_key names
+        columns = (f"{name}s" for name in ("score", *_LIST_SCORES))
+        name = next((name for name in columns if row.get(name) is not None), None)
         scored: Any = items if name is None else row[name]
         if not isinstance(scored, list) or len(scored) != len(items):
             raise BadRowError(f"`{name}` must be a list with a number for each response of `{column}`")
