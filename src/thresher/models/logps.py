@@ -23,6 +23,7 @@ from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics
 from thresher.models.attention.interface import PAIR_ATTENTION, register_pair_attention
 from thresher.models.attention.segments import KeptRows, PackedAttention
 from thresher.models.branching_state import branch_states
+from thresher.models.experts import use_compute_precision
 from thresher.models.layouts import Layout, ModelInputs, pad_to_multiple
 from thresher.models.lm_head import (
     LMHead,
@@ -82,6 +83,7 @@ class PairModel:
         attach_pair_forward(model)
         if calls_head:
             attach_pair_forward(head_of(model))
+        use_compute_precision(model)
         if not layout.needs_pair_attention:
             return cls(causal_lm, compute_dtype, engine=engine, calls_head=calls_head, compute_device=device)
         register_pair_attention()

@@ -1,4 +1,4 @@
-"""Expert load of a mixture-of-experts model: the sums that transformers' load-balancing loss is made of.
+"""Routers of a mixture of experts, and their load: the sums that transformers' load-balancing loss is made of.
 
 The loss is Eqs. 4-6 of Switch Transformers (2101.03961), the formula of `load_balancing_loss_func` in transformers:
 num_experts * sum_e(share of the tokens routed to e * mean probability of e), over all layers and the tokens that
@@ -7,21 +7,30 @@ predict another one; transformers counts the last token of a sequence too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 # model types whose router logits and loss are tested against transformers
 FAMILIES = ("granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+_ROUTERS = ("gate", "router")
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def num_experts(config: PreTrainedConfig) -> int:
     """Number of experts per layer that a text config names; 0 without any."""
     return next((int(number) for key in _EXPERT_KEYS if (number := getattr(config, key, None))), 0)
+
+
+def routers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that choose experts; they stand next to them."""
+    for module in model.modules():
+        children = dict(module.named_children())
+        if "experts" in children:
+            yield from (children[name] for name in _ROUTERS if name in children)
 
 
 class ExpertLoad(NamedTuple):

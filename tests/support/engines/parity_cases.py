@@ -207,6 +207,7 @@ IN_BF16 = [
     *(Case(sizes, dtype=torch.bfloat16, also="bf16") for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))),
     Case(ParallelDims(dp_shard=2, tp=2), dtype=torch.bfloat16, zero_stage=1, also="bf16 with zero_stage 1"),
     Case(ParallelDims(dp_shard=2), family="qwen2", dtype=torch.bfloat16, also="a tied embedding in bf16"),
+    Case(ParallelDims(dp_shard=2), family="qwen3_moe", dtype=torch.bfloat16, also="experts in bf16"),
     Case(
         ParallelDims(dp_shard=2),
         dtype=torch.bfloat16,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.models.loading.trained import widest_dtype
 from thresher.models.pipeline_chunk import decoder_of, head_of, local_layers
+from thresher.models.router import routers
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def apply_fsdp(
     stored = widest_dtype(model)
     # of the gradients of matrices
     reduce_dtype = torch.bfloat16 if settings.reduce_dtype == "bf16" else stored
+    # routers compute in the stored precision
+    kept = {parameter for router in routers(model) for parameter in router.parameters()}
     groups = [*_outer_groups(model, zero_stage), *(_Group([layer], zero_stage == 3) for layer in layers)]
     # the root gathers norms and biases in the stored dtype: FSDP2 casts a whole group of parameters, and autocast
     # in one process rounds the matrices of a layer but not its norms. By default it stays unsharded after a forward
@@ -61,7 +64,7 @@ def apply_fsdp(
         model,
         **options,
         reshard_after_forward=zero_stage > 1,
-        ignored_params={p for group in groups for p in group.parameters if p.ndim > 1},
+        ignored_params={p for group in groups for p in group.parameters if p.ndim > 1 and p not in kept},
     )
     for group in groups:
         if compute_dtype != stored:
@@ -75,7 +78,7 @@ def apply_fsdp(
             group.modules if len(group.modules) > 1 else group.modules[0],
             **options,
             reshard_after_forward=group.reshards_after_forward,
-            ignored_params={p for p in group.parameters if p.ndim < 2},
+            ignored_params={p for p in group.parameters if p.ndim < 2 or p in kept},
         )
         group.modules[0].set_unshard_in_backward(group.needs_weight_in_backward)
     for module in model.modules():

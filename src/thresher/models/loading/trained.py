@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, LoraSettings, attach_adapter, attach_lora, init_adapters
 from thresher.models.pipeline_chunk import decoder_of, head_of
+from thresher.models.router import routers
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def narrow_frozen_matrices(decoder: nn.Module, dtype: torch.dtype) -> None:
     """Store the frozen matrices of a decoder's layers in the precision of their products.
 
     autocast would round each of them to it in every forward. A frozen matrix never changes, so a rounded copy gives the
-    same products bit by bit, in half the memory. Embedding, head, norms and biases, which are not rounded everywhere,
-    keep the precision of the model; so do adapters, which are trained. The model may be on the meta device.
+    same products bit by bit, in half the memory. Embedding, head, routers, norms and biases, which are not rounded
+    everywhere, keep the precision of the model; so do adapters, which are trained. The model may be on the meta device.
     """
     for layer in getattr(decoder, "layers", ()):
         for module in _frozen(layer):
@@ -138,5 +139,6 @@ def widened_matrices(decoder: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _frozen(layer: nn.Module) -> list[nn.Linear]:
-    linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    kept = set(routers(layer))
+    linear = [module for module in layer.modules() if isinstance(module, nn.Linear) and module not in kept]
     return [module for module in linear if not module.weight.requires_grad]
