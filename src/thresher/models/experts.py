@@ -59,5 +59,6 @@ class _Rounded:
 
 
 def _router_forward(router: Any, hidden_states: Tensor, *args: Any, **settings: Any) -> Any:
+    dtype = next(router.parameters()).dtype
     with torch.autocast(hidden_states.device.type, enabled=False):
-        return type(router).forward(router, hidden_states.to(router.weight.dtype), *args, **settings)
+        return type(router).forward(router, hidden_states.to(dtype), *args, **settings)

@@ -55,16 +55,14 @@ def apply_fsdp(
     stored = widest_dtype(model)
     # of the gradients of matrices
     reduce_dtype = torch.bfloat16 if settings.reduce_dtype == "bf16" else stored
-    # routers compute in the stored precision
-    kept = {parameter for router in routers(model) for parameter in router.parameters()}
     groups = [*_outer_groups(model, zero_stage), *(_Group([layer], zero_stage == 3) for layer in layers)]
-    # the root gathers norms and biases in the stored dtype: FSDP2 casts a whole group of parameters, and autocast
-    # in one process rounds the matrices of a layer but not its norms. By default it stays unsharded after a forward
+    # the root gathers norms, biases and routers in the stored dtype: FSDP2 casts a whole group of parameters, and
+    # one process rounds the matrices of a layer but not these. By default it stays unsharded after a forward
     sharded = fully_shard(
         model,
         **options,
         reshard_after_forward=zero_stage > 1,
-        ignored_params={p for group in groups for p in group.parameters if p.ndim > 1 and p not in kept},
+        ignored_params={p for group in groups for p in group.parameters if p.ndim > 1} - _of_routers(model),
     )
     for group in groups:
         if compute_dtype != stored:
@@ -78,7 +76,7 @@ def apply_fsdp(
             group.modules if len(group.modules) > 1 else group.modules[0],
             **options,
             reshard_after_forward=group.reshards_after_forward,
-            ignored_params={p for p in group.parameters if p.ndim < 2 or p in kept},
+            ignored_params={p for p in group.parameters if p.ndim < 2} | _of_routers(model),
         )
         group.modules[0].set_unshard_in_backward(group.needs_weight_in_backward)
     for module in model.modules():
@@ -88,6 +86,11 @@ def apply_fsdp(
             # a plain sum instead of NCCL's pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     return GradientSync(sharded, once=zero_stage == 1)
+
+
+def _of_routers(model: nn.Module) -> set[nn.Parameter]:
+    """What routers compute with, in the stored dtype."""
+    return {parameter for router in routers(model) for parameter in router.parameters()}
 
 
 @dataclass(frozen=True)
