@@ -74,7 +74,7 @@ def assert_valid(store: ExampleStore, tokenizer: Any, template: str) -> None:
     header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False).input_ids[-8:]
     for number in range(0, len(store), max(1, len(store) // 20)):
         pair = store[number]
-        for ids, _, _ in pair.responses:
+        for ids, *_ in pair.responses:
             full = np.concatenate([pair.prompt_ids, ids])
             assert full[-1] == tokenizer.eos_token_id
             # <s> is both BOS and EOS: plain text has it at both ends, this ChatML template only at the end
