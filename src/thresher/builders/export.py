@@ -139,7 +139,7 @@ def export_checkpoint(
 def never_loaded(model: PreTrainedModel, path: str) -> list[str]:
     """Return the names of the stored tensors that a class of transformers silently leaves out.
 
-    It may name a layer beyond those of a small model, which a large one has.
+    The class may ignore the layer after the last one of a small model by its number, which a large model has too.
     """
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in mixed precision: experts compute in the compute precision, their routers in fp32.
+"""Mixtures of experts in mixed precision: experts compute in the compute precision, routers in the stored one.
 
 autocast does not know grouped products, which cast their input to the precision of the weights instead: with weights in
 fp32, every expert would compute in fp32, without tensor cores, and compiled layers would fall back to a loop.
@@ -23,10 +23,8 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_pr
 def use_compute_precision(model: PreTrainedModel) -> None:
     """Let the experts of a model compute in the precision of autocast, and its routers in their stored one."""
     ALL_EXPERTS_FUNCTIONS.register(_IN_COMPUTE_PRECISION, _experts_forward)
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) == "grouped_mm":
-            config._experts_implementation_internal = _IN_COMPUTE_PRECISION
+    if model.config._experts_implementation == "grouped_mm":
+        model.set_experts_implementation(_IN_COMPUTE_PRECISION)
     for router in routers(model):
         replace_forward(router, _router_forward)
 

@@ -138,9 +138,6 @@ def quoted(value: Any) -> str:
     return text if len(text) <= _MAX_QUOTED_CHARACTERS else f"{text[:_MAX_QUOTED_CHARACTERS]}..."
 
 
-Mask = npt.NDArray[np.bool_]
-
-
 def read_tokenized(
     row: Row, vocab_size: int, weight: float, margin: float, *, has_token_weights: bool = False
 ) -> Example:

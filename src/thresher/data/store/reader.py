@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -117,16 +117,14 @@ class _PairsView:
         self._token_weights = [list_views(column) for column in batch.columns[9:]]
 
     def example(self, row: int) -> Example:
-        # copies, not views: an example stays valid and writable after its shard is unmapped
-        prompt, chosen, rejected = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._ids)
+        prompt, chosen, rejected = _row(self._ids, row)
         chosen_mask, rejected_mask = (None if column is None else _mask(column[row]) for column in self._masks)
-        weight, margin = float(self._weights[row]), float(self._margins[row])
-        pair = Example.pair(prompt, chosen, rejected, chosen_mask, rejected_mask, weight, margin)
-        if not self._token_weights:
-            return pair
-        weights = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._token_weights)
-        responses = zip(pair.responses, weights, strict=True)
-        return replace(pair, responses=tuple(each._replace(weights=of) for each, of in responses))
+        chosen_weights, rejected_weights = _row(self._token_weights, row) or (None, None)
+        responses = (
+            Response(chosen, chosen_mask, weights=chosen_weights),
+            Response(rejected, rejected_mask, weights=rejected_weights),
+        )
+        return Example(prompt, responses, float(self._weights[row]), float(self._margins[row]))
 
 
 class _ResponsesView:
@@ -138,7 +136,7 @@ class _ResponsesView:
         self._weights, self._margins = (np.from_dlpack(batch.column(at)) for at in (5, 6))
 
     def example(self, row: int) -> Example:
-        prompt, ids, lengths, values = (flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in self._lists)
+        prompt, ids, lengths, values = _row(self._lists, row)
         ends = np.cumsum(lengths)[:-1]
         mask = _mask(self._masks[row])
         # a response without a mask has a true one if another response of the example has one
@@ -191,6 +189,11 @@ class StoreShard:
 def _mask(item: Any) -> npt.NDArray[np.bool_] | None:
     # stored as bits, so this always copies
     return np.array(item.values.to_numpy(zero_copy_only=False)) if item.is_valid else None
+
+
+def _row(lists: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], row: int) -> list[npt.NDArray[Any]]:
+    """Copy one row of each of these views: it stays valid and writable after its shard is unmapped."""
+    return [flat[offsets[row] : offsets[row + 1]].copy() for offsets, flat in lists]
 
 
 def list_views(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

@@ -62,7 +62,7 @@ def apply_fsdp(
         model,
         **options,
         reshard_after_forward=zero_stage > 1,
-        ignored_params={p for group in groups for p in group.parameters if p.ndim > 1} - _of_routers(model),
+        ignored_params={matrix for group in groups for matrix in group.matrices},
     )
     for group in groups:
         if compute_dtype != stored:
@@ -76,7 +76,7 @@ def apply_fsdp(
             group.modules if len(group.modules) > 1 else group.modules[0],
             **options,
             reshard_after_forward=group.reshards_after_forward,
-            ignored_params={p for p in group.parameters if p.ndim < 2} | _of_routers(model),
+            ignored_params=group.parameters - group.matrices,
         )
         group.modules[0].set_unshard_in_backward(group.needs_weight_in_backward)
     for module in model.modules():
@@ -86,11 +86,6 @@ def apply_fsdp(
             # a plain sum instead of NCCL's pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     return GradientSync(sharded, once=zero_stage == 1)
-
-
-def _of_routers(model: nn.Module) -> set[nn.Parameter]:
-    """What routers compute with, in the stored dtype."""
-    return {parameter for router in routers(model) for parameter in router.parameters()}
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,14 @@ class _Group:
     is_rounded: bool = True
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for module in self.modules for parameter in module.parameters()]
+    def parameters(self) -> set[nn.Parameter]:
+        return {parameter for module in self.modules for parameter in module.parameters()}
+
+    @property
+    def matrices(self) -> set[nn.Parameter]:
+        """Without those of routers, which compute in the stored dtype."""
+        kept = {each for module in self.modules for router in routers(module) for each in router.parameters()}
+        return {parameter for parameter in self.parameters - kept if parameter.ndim > 1}
 
 
 def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:
