@@ -25,6 +25,7 @@ from tests.support.engines.parity import (
 from tests.support.engines.parity_cases import (
     AGAINST_ONE_PROCESS,
     ALL_CASES,
+    EXPERTS,
     IN_BF16,
     IN_FP16,
     INTERLEAVED,
@@ -43,7 +44,7 @@ distributed = pytest.mark.distributed
 
 @pytest.mark.covered
 @distributed
-@pytest.mark.parametrize("case", MATRIX, ids=str)
+@pytest.mark.parametrize("case", [*MATRIX, *EXPERTS], ids=str)
 def test_three_steps_on_every_mesh_equal_the_oracle(case, pool_of, model_dirs, oracle, one_process, agreed):
     outcomes = run_parallel(case, pool_of, model_dirs)
 
@@ -64,7 +65,8 @@ def test_cases_without_an_oracle_equal_one_process(case, pool_of, model_dirs, on
     assert alone.skipped_steps == (0 if case.nonfinite_pair is None else 1)
     for outcome in outcomes:
         assert outcome.skipped_steps == alone.skipped_steps
-        assert_same_weights(outcome.weights, alone.weights)
+        # a pipeline stage has a part of the weights
+        assert_same_weights(outcome.weights, {name: alone.weights[name] for name in outcome.weights})
     if case.nonfinite_pair is None:
         assert_logs_of_one_process(outcomes, alone)
     agreed(case)

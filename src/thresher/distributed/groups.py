@@ -145,6 +145,7 @@ class DataParallelGroup(Group):
     reduces_gradients: bool = True  # `all_reduce_gradients` sums gradients; otherwise the engine's backward has done so
     is_writer: bool = True  # this process writes results on behalf of its data-parallel rank
     adds_metrics: bool = True  # to a step's; other processes of its tp or cp group compute the same
+    adds_rows: bool = True  # other processes of its tp group compute the same rows
 
     @property
     def metrics_group(self) -> Group:

@@ -2,10 +2,13 @@
 
 autocast does not know grouped products, which cast their input to the precision of the weights instead: with weights in
 fp32, every expert would compute in fp32, without tensor cores, and compiled layers would fall back to a loop.
+
+With expert parallelism a process computes its own experts for rows of all (distributed/expert_parallel.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from thresher.distributed.expert_parallel import ExpertParallel
+from thresher.distributed.tensors import to_local
 from thresher.models.optimizations.llama_layers import replace_forward
 from thresher.models.router import routers
 
@@ -29,31 +34,49 @@ def use_compute_precision(model: PreTrainedModel) -> None:
         replace_forward(router, _router_forward)
 
 
-def _experts_forward(experts: Any, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+def stacks_of(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the stacked experts of each layer: with the adapters around them, and alone."""
+    for module in model.modules():
+        outer = dict(module.named_children()).get("experts")
+        inner = getattr(outer, "get_base_layer", lambda outer=outer: outer)()
+        if outer is not None and any(parameter.ndim == 3 for parameter in inner.parameters(recurse=False)):
+            yield outer, inner
+
+
+def _experts_forward(experts: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     device = hidden_states.device.type
-    if torch.is_autocast_enabled(device) and _are_aligned(experts, dtype := torch.get_autocast_dtype(device)):
-        experts = _Rounded(experts, dtype)
-    out: Tensor = grouped_mm_experts_forward(experts, hidden_states, *routing)
-    return out
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    matrices = {name: to_local(each) for name in _MATRICES if isinstance(each := getattr(experts, name, None), Tensor)}
+    rounds = dtype is not None and _are_aligned(matrices, dtype)
+    local: Any = _Experts(experts, {name: each.to(dtype) for name, each in matrices.items()} if rounds else matrices)
+    parallel: ExpertParallel | None = getattr(experts, "expert_parallel", None)
+    if parallel is None:
+        out: Tensor = grouped_mm_experts_forward(local, hidden_states, chosen, weights)
+        return out
+
+    def compute(rows: Tensor, chosen: Tensor) -> Tensor:
+        out: Tensor = grouped_mm_experts_forward(local, rows, chosen[:, None], torch.ones_like(rows[:, :1]))
+        return out
+
+    sent_dtype = next(iter(local.matrices.values())).dtype
+    return parallel.compute(compute, hidden_states, chosen, weights, local.num_experts, sent_dtype)
 
 
-def _are_aligned(experts: Any, dtype: torch.dtype) -> bool:
+def _are_aligned(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
     """Whether a grouped product of rounded matrices is possible: its rows must be multiples of 16 bytes."""
-    matrices = (getattr(experts, name, None) for name in _MATRICES if not name.endswith("bias"))
-    return all(size * dtype.itemsize % 16 == 0 for each in matrices if each is not None for size in each.shape[1:])
+    stacked = (each for name, each in matrices.items() if not name.endswith("bias"))
+    return all(size * dtype.itemsize % 16 == 0 for each in stacked for size in each.shape[1:])
 
 
-class _Rounded:
-    """Experts whose matrices are rounded."""
+class _Experts:
+    """The experts of this process, with other matrices."""
 
-    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
-        self._experts = experts
-        for name in _MATRICES:
-            if isinstance(matrix := getattr(experts, name, None), Tensor):
-                setattr(self, name, matrix.to(dtype))
+    def __init__(self, experts: nn.Module, matrices: Mapping[str, Tensor]) -> None:
+        self._experts, self.matrices = experts, matrices
+        self.num_experts = len(next(iter(matrices.values())))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
+        return self.matrices[name] if name in self.matrices else getattr(self._experts, name)
 
 
 def _router_forward(router: Any, hidden_states: Tensor, *args: Any, **settings: Any) -> Any:

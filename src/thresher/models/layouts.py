@@ -44,8 +44,7 @@ class ModelInputs:
     side_lengths: tuple[Tensor, ...]  # [num_pairs] scored tokens of each example's first response, of its second, ...
     num_useful_tokens: int  # of all sequences, each a prompt with one response; the same in every layout
     num_padding_tokens: int
-    # [rows] how many tokens that predict another one each flat row stands for: one per response in a shared prompt, 0
-    # in padding and at the end of a sequence; all layouts have the same sum
+    # [rows] how many tokens each flat row stands for: one per response in a shared prompt, 0 in padding
     row_weights: Tensor
     num_shared_tokens: int = 0
     segments: tuple[Segment, ...] | None = None  # of packed rows; None: plain causal attention
@@ -96,6 +95,7 @@ class PackedLayout:
     vocab_size: int | None = None  # of the smallest vocabulary; None: not known
     scored: Scored = "response"
     uses_varlen: bool = False  # `attn_implementation: varlen`
+    computes_ends: bool = False  # the last token of each response is a row too, which predicts nothing
     # several sequences share a row, which plain causal attention would mix
     needs_pair_attention: ClassVar[bool] = True
 
@@ -161,7 +161,7 @@ class PackedLayout:
         return sequences
 
     def _computed(self, response: Response) -> TokenIds:
-        return response.ids if self.scored == "end" else response.ids[:-1]
+        return response.ids if self.scored == "end" or self.computes_ends else response.ids[:-1]
 
 
 class _ScoredTokens:
@@ -250,9 +250,6 @@ class PaddedLayout:
             targets = np.append(input_ids[row], _NO_TARGET)[positions].astype(np.int32)
             scored.by_side[side][index] = row * width + positions - 1, targets
         num_useful = int(attention_mask.sum())
-        row_weights = attention_mask
-        if self.scored != "end":  # the last token of each sequence predicts nothing
-            row_weights = np.pad(attention_mask[:, 1:], ((0, 0), (0, 1)))
         return ModelInputs(
             model_inputs={
                 "input_ids": torch.from_numpy(input_ids),
@@ -264,12 +261,17 @@ class PaddedLayout:
             side_lengths=scored.lengths,
             num_useful_tokens=num_useful,
             num_padding_tokens=input_ids.size - num_useful,
-            row_weights=torch.from_numpy(row_weights.reshape(-1)),
+            row_weights=torch.from_numpy(attention_mask.reshape(-1)),
         )
 
 
 # builds model inputs on the host; the engine moves them to a device
 Layout: TypeAlias = PackedLayout | PaddedLayout
+
+
+def with_ends(layout: Layout) -> Layout:
+    """Let every token of a sequence be a row."""
+    return replace(layout, computes_ends=True) if isinstance(layout, PackedLayout) else layout
 
 
 def choose_layout(

@@ -42,7 +42,7 @@ from thresher.models.optimizations.llama_layers import (
     use_memory_efficient_layers,
 )
 from thresher.models.pipeline_chunk import Chunk, decoder_of, head_of
-from thresher.models.router import ExpertLoad
+from thresher.models.router import ExpertBalance
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class PairModel:
     calls_head: bool = False
     compute_device: torch.device | None = None  # None: where the weights are
     num_row_shards: int = 1  # processes that split the rows between layers (sequence parallelism)
+    balance: ExpertBalance | None = None  # of a policy with a load-balancing loss
     # of the weights between steps, and of the residual stream; frozen matrices may be narrower
     stored_dtype: torch.dtype = field(init=False)
 
@@ -116,13 +117,6 @@ class PairModel:
         """Score the response tokens of a micro-batch, with gradients unless the caller disables them."""
         return self.split_sides(batch, self._run(partial(self._score, batch, statistics)))
 
-    def score_with_load(
-        self, batch: ModelInputs, *, statistics: TokenStatistics = NO_STATISTICS
-    ) -> tuple[ExampleLogps, ExpertLoad]:
-        """Score a micro-batch, and add up the load of the experts of a mixture-of-experts model."""
-        tokens, *load = self._run(partial(self._score_with_load, batch, statistics))
-        return self.split_sides(batch, tokens), ExpertLoad(*load)
-
     def compute_chunk(
         self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
     ) -> Tensor | ScoredTokens:
@@ -146,20 +140,14 @@ class PairModel:
 
     def _score(self, batch: ModelInputs, statistics: TokenStatistics) -> ScoredTokens:
         batch = self._padded(batch)
-        return self._logps(batch, self._run_backbone(batch).last_hidden_state, statistics)
-
-    def _score_with_load(self, batch: ModelInputs, statistics: TokenStatistics) -> tuple[ScoredTokens | Tensor, ...]:
-        model: Any = self.base_model
-        outputs = self._run_backbone(batch, output_router_logits=True)
-        load = ExpertLoad.of(outputs.router_logits, batch.row_weights, model.num_experts_per_tok)
-        return self._logps(batch, outputs.last_hidden_state, statistics), *load
+        return self._logps(batch, self._run_backbone(batch), statistics)
 
     def _compute_chunk(
         self, chunk: Chunk, batch: ModelInputs, entering: Tensor | None, statistics: TokenStatistics
     ) -> Tensor | ScoredTokens:
         batch = self._padded(batch)
         with chunk.activate(self.backbone):
-            hidden: Tensor = self._run_backbone(batch, entering).last_hidden_state
+            hidden = self._run_backbone(batch, entering)
         if chunk.is_last:
             return self._logps(batch, hidden, statistics)
         return hidden.to(self.stored_dtype).contiguous()
@@ -190,23 +178,30 @@ class PairModel:
             statistics=statistics,
         )
 
-    def _run_backbone(self, batch: ModelInputs, entering: Tensor | None = None, **outputs: bool) -> Any:
+    def _run_backbone(self, batch: ModelInputs, entering: Tensor | None = None) -> Tensor:
         """Run the decoder on a micro-batch, or on the hidden states that a previous pipeline stage made of it."""
         device = self.device
         inputs = {name: copy_to_device(tensor, device) for name, tensor in batch.model_inputs.items()}
+        balance = self.balance if self.balance is not None and self.balance.is_active else None
         context: dict[str, object] = {}
         if batch.segments is not None:
             # transformers passes unknown keyword arguments down to the attention function
             context["pair_visibility"] = PackedAttention(batch.segments, self.context_parallel, batch.uses_varlen)
         if (kept := self._kept_rows(batch)) is not None:
             context["pair_kept"] = KeptRows(copy_to_device(kept.rows, device), kept.visibility)
+        row_weights = batch.row_weights
         if self.context_parallel is not None:
             inputs = self.context_parallel.shard_inputs(inputs)
+            row_weights = row_weights.chunk(self.context_parallel.size)[self.context_parallel.rank]
         if entering is not None:
             del inputs["input_ids"]
             inputs["inputs_embeds"] = entering
+        if balance is not None:
+            context["output_router_logits"] = True
         with self.precision(device):
-            return self.backbone(**inputs, use_cache=False, **context, **outputs)
+            out = self.backbone(**inputs, use_cache=False, **context)
+        hidden: Tensor = out.last_hidden_state
+        return hidden if balance is None else balance.add(hidden, out.router_logits or (), row_weights)
 
     def _kept_rows(self, batch: ModelInputs) -> KeptRows | None:
         """Return the rows that the last layer computes; None: all."""

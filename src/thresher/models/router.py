@@ -1,21 +1,29 @@
-"""Routers of a mixture of experts, and their load: the sums that transformers' load-balancing loss is made of.
+"""Routers of a mixture of experts, and the loss that balances their load.
 
 The loss is Eqs. 4-6 of Switch Transformers (2101.03961), the formula of `load_balancing_loss_func` in transformers:
-num_experts * sum_e(share of the tokens routed to e * mean probability of e), over all layers and the tokens that
-predict another one; transformers counts the last token of a sequence too.
+num_experts * sum_e(share of the tokens routed to e * mean probability of e), over all layers and tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from thresher.distributed.groups import DataParallelGroup, Metrics
+from thresher.distributed.tensors import copy_to_device
+from thresher.losses.metrics import MetricSum
+
 # model types whose router logits and loss are tested against transformers
-FAMILIES = ("granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = (
+    *("gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+    "qwen3_5_moe_text",
+)
 _ROUTERS = ("gate", "router")
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -33,25 +41,81 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
             yield from (children[name] for name in _ROUTERS if name in children)
 
 
-class ExpertLoad(NamedTuple):
-    """Sums over tokens and layers. routed, probabilities: [num_experts]; only the probabilities have a gradient."""
+@dataclass
+class ExpertBalance:
+    """The load-balancing loss of a policy, over the tokens of a step; the model adds its rows while a step runs.
 
-    routed: Tensor
-    probabilities: Tensor
-    num_tokens: Tensor
+    transformers computes that loss per forward, so it depends on the batch. Here the batch is the step: no split into
+    micro-batches, layouts and processes changes it. So a step has two passes. The first adds up the load of all
+    processes, without gradient. The tokens routed to an expert have no gradient, so the loss is linear in the
+    probabilities: the second adds the derivative by them, where a process computes them.
+    """
 
-    @classmethod
-    def of(cls, router_logits: Sequence[Tensor], row_weights: Tensor, top_k: int) -> ExpertLoad:
-        """Add up the layers; each row counts for as many tokens of the batch as its weight says."""
-        weights = row_weights.to(router_logits[0].device, torch.float32)
-        probabilities = [torch.softmax(logits, dim=-1) for logits in router_logits]
-        routed = torch.zeros(probabilities[0].shape[-1], device=weights.device)
-        for layer in probabilities:
-            selected = torch.topk(layer.detach(), top_k, dim=-1).indices
-            routed.scatter_add_(0, selected.reshape(-1), weights.repeat_interleave(top_k))
-        total = torch.stack([weights @ layer.float() for layer in probabilities]).sum(0)
-        return cls(routed, total, weights.sum() * len(probabilities))
+    coef: float
+    num_experts: int
+    top_k: int
+    ranks: DataParallelGroup
+    _load: list[Tensor] | None = None  # in the first pass
+    _factors: Tensor | None = None  # in the second one: the derivative of the loss by the sums of probabilities
 
-    def of_no_tokens(self) -> ExpertLoad:
-        """Load of a dummy batch, on the autograd graph: ZeRO-3 requires the same backward calls on all ranks."""
-        return ExpertLoad(*(0 * each for each in self))
+    @property
+    def is_active(self) -> bool:
+        return self._load is not None or self._factors is not None
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Add up the load of the rows that are computed within a `with` block; the backward draws the same masks."""
+        self._load = []
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+
+    @contextmanager
+    def added(self, loss_scale: float | None, device: torch.device) -> Iterator[Metrics]:
+        """Add the loss of the measured rows to that of a `with` block, times loss_scale; collective."""
+        local = [0.0] * (2 * self.num_experts + 1)
+        if self._load and self.ranks.adds_rows:
+            local = torch.stack(self._load).sum(0).tolist()
+        self._load = None
+        (*sums, num_tokens), _ = self.ranks.world.all_reduce(local)
+        routed, probabilities = sums[: self.num_experts], sums[self.num_experts :]
+        factors = [self.num_experts * each / num_tokens**2 for each in routed]
+        value = sum(factor * each for factor, each in zip(factors, probabilities, strict=True))
+        scale = self.coef * (1.0 if loss_scale is None else loss_scale)
+        self._factors = copy_to_device(scale * torch.tensor(factors), device)
+        try:
+            yield self.ranks.metrics_group.only_on_rank0({"moe_aux_loss": MetricSum(value, 1.0)})
+        finally:
+            self._factors = None
+
+    def add(self, hidden: Tensor, router_logits: Sequence[Tensor], row_weights: Tensor) -> Tensor:
+        """Add rows that stand for as many tokens as their weights say; hidden: what the loss depends on."""
+        weights = row_weights.to(hidden.device, torch.float32)
+        layers = [torch.softmax(logits.reshape(len(weights), -1), dim=-1) for logits in router_logits]
+        if not layers:
+            return hidden
+        probabilities = torch.stack([weights @ layer.float() for layer in layers]).sum(0)
+        if self._factors is not None:
+            term = (self._factors * probabilities).sum()
+            added: Tensor = _AddedToLoss.apply(hidden, term)  # type: ignore[no-untyped-call]
+            return added
+        assert self._load is not None  # noqa: S101
+        routed = torch.zeros_like(probabilities)
+        for layer in layers:
+            selected = torch.topk(layer, self.top_k, dim=-1).indices
+            routed.scatter_add_(0, selected.reshape(-1), weights.repeat_interleave(self.top_k))
+        self._load.append(torch.cat([routed, probabilities, weights.sum()[None] * len(layers)]))
+        return hidden
+
+
+class _AddedToLoss(torch.autograd.Function):
+    """Return the first argument unchanged; the backward runs as if the second one was added to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, term: Tensor) -> Tensor:
+        ctx.save_for_backward(term)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (term,) = ctx.saved_tensors
+        return gradient, torch.ones_like(term)

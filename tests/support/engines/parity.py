@@ -191,6 +191,7 @@ class Case:
             pp_size=self.sizes.pp,
             cp_size=self.sizes.cp,
             dp_replicate=self.sizes.dp_replicate,
+            ep_size=self.sizes.ep,
             virtual_pp_size=self.virtual_pp_size,
             zero_stage=self.zero_stage,
             sequence_parallel=self.sequence_parallel,
@@ -244,7 +245,9 @@ class Outcome:
 
 def mesh_text(sizes: ParallelDims) -> str:
     """The mesh dimensions with more than one process, as in `dp_shard 2 x tp 2`."""
-    split = (f"{dim} {size}" for dim, size in zip(MESH_DIMS, sizes.sizes, strict=True) if size > 1)
+    split = [f"{dim} {size}" for dim, size in zip(MESH_DIMS, sizes.sizes, strict=True) if size > 1]
+    if sizes.ep > 1:
+        split.append(f"ep {sizes.ep}")
     return " x ".join(split) or "1 process"
 
 

@@ -132,6 +132,22 @@ MATRIX = [
     Case(ParallelDims(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(ParallelDims(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
 ]
+EXPERTS = [
+    *(
+        Case(sizes, family="qwen3_moe")
+        for sizes in (
+            ParallelDims(dp_shard=2, ep=2),
+            ParallelDims(dp_shard=4, ep=4),
+            ParallelDims(dp_shard=4, ep=2),
+            ParallelDims(dp_replicate=2, dp_shard=2, ep=2),
+            ParallelDims(tp=2, ep=2),
+            ParallelDims(dp_shard=2, tp=2, ep=2),
+            ParallelDims(dp_shard=2, tp=2, ep=4),
+            ParallelDims(cp=2, ep=2),
+            ParallelDims(dp_shard=2, cp=2, ep=4),
+        )
+    ),
+]
 INTERLEAVED = 2
 TWO_STAGES = ParallelDims(pp=2)
 PIPELINES = [
@@ -170,6 +186,8 @@ PIPELINES = [
     Case(ParallelDims(pp=2, cp=2)),
     Case(ParallelDims(pp=4), "padded", family="qwen2"),
     Case(ParallelDims(pp=2, dp_shard=2), family="qwen2"),
+    Case(ParallelDims(pp=2, dp_shard=2, ep=2), family="qwen3_moe"),
+    Case(ParallelDims(pp=2, tp=2, ep=2), family="qwen3_moe", virtual_pp_size=INTERLEAVED, also="interleaved"),
     Case(ParallelDims(pp=2, tp=2), family="gemma2"),
     *(
         Case(sizes, family=family, virtual_pp_size=virtual, pp_schedule="zero_bubble", also="zero bubble")
@@ -184,6 +202,13 @@ PIPELINES = [
     ),
     Case(TWO_STAGES, virtual_pp_size=INTERLEAVED, pp_schedule="zero_bubble", also="interleaved with zero bubble"),
 ]
+_EP = (
+    ParallelDims(dp_shard=2, ep=2),
+    ParallelDims(tp=2, ep=2),
+    ParallelDims(cp=2, ep=2),
+    ParallelDims(pp=2, dp_shard=2, ep=2),
+    ParallelDims(dp_shard=4, ep=4),
+)
 # not supported by the oracle: compared with the native engine in one process
 AGAINST_ONE_PROCESS = [
     Case(ParallelDims(dp_shard=2), loss="aot", also="a loss that couples pairs"),
@@ -199,6 +224,17 @@ AGAINST_ONE_PROCESS = [
     *(
         Case(sizes, loss="bradley_terry", lora_rank=4, also="LoRA, a reward model")
         for sizes in (ParallelDims(dp_shard=2), ParallelDims(tp=2))
+    ),
+    *(
+        Case(sizes, family="qwen3_moe", router_loss_coef=0.5, also="load-balancing loss")
+        for sizes in (
+            *_EP,
+            ParallelDims(dp_replicate=2),
+            ParallelDims(dp_shard=2),
+            ParallelDims(cp=2),
+            ParallelDims(pp=2),
+            ParallelDims(pp=2, cp=2),
+        )
     ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
@@ -223,7 +259,7 @@ IN_FP16 = [
     Case(ParallelDims(tp=2), family="gemma2", dtype=torch.float16, also="fp16"),  # dense attention
     Case(ParallelDims(cp=2), dtype=torch.float16, also="fp16"),
 ]
-ALL_CASES = [*MATRIX, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16, *IN_FP16]
+ALL_CASES = [*MATRIX, *EXPERTS, *PIPELINES, *AGAINST_ONE_PROCESS, *IN_BF16, *IN_FP16]
 
 
 def render_table(cases: Iterable[Case]) -> str:

@@ -32,7 +32,7 @@ from thresher.engines.deepspeed.parameters import (
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.build import build_replica
 from thresher.engines.native.parameters import adamw_options, parameter_groups
-from thresher.engines.native.sequential import RouterLoss, SequentialExecutor
+from thresher.engines.native.sequential import SequentialExecutor, with_balance
 from thresher.engines.nonfinite import LossScale
 from thresher.engines.spec import ModelSpec, seed_dropout
 from thresher.errors import UserError
@@ -64,7 +64,8 @@ def build_train(spec: ModelSpec[ZeroSettings]) -> TrainEngine:
         config=engine_config(spec.settings, num_trained=sum(math.prod(shapes[name]) for name in trained)),
         dist_init_required=False,
     )
-    model, dp_group = _pair_model(spec, module, engine), _data_parallel_group(spec)
+    dp_group = _data_parallel_group(spec)
+    model, layout = with_balance(_pair_model(spec, module, engine), spec.layout, spec.model_args, dp_group)
     partitions = find_partitions(stage, engine.optimizer, trained, shapes)
     parameters = PartitionedParameters(engine, optimizer, partitions, dp_group, stage)
 
@@ -74,7 +75,7 @@ def build_train(spec: ModelSpec[ZeroSettings]) -> TrainEngine:
 
     return TrainEngine(
         model=module.train(),
-        executor=SequentialExecutor(model, spec.layout, RouterLoss.of(spec.model_args, model, dp_group), run_backward),
+        executor=SequentialExecutor(model, layout, run_backward),
         dp_group=dp_group,
         device=model.device,
         hidden_size=model.hidden_size,

@@ -19,8 +19,8 @@ from thresher.distributed.groups import Metrics
 from thresher.engines.accumulate import LossFn, TokenCounts
 from thresher.engines.megatron.model import MegatronPairModel
 from thresher.engines.native.sequential import (
-    DUMMY_BATCH,
     broadcast_scored,
+    collate_step,
     count_step_tokens,
     distance_to_single_pairs,
     empty_like,
@@ -98,9 +98,7 @@ class ScheduleExecutor:
     def _collate(self, batches: Sequence[ExampleBatch]) -> list[ModelInputs]:
         # the interleaved schedule needs a multiple of the stages
         multiple = self.chunks[0].groups.pp.size if len(self.chunks) > 1 else 1
-        missing = -len(batches) % multiple
-        padded = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
-        return [self.layout.collate(batch) for batch in padded]
+        return collate_step(self.layout, batches, len(batches) + -len(batches) % multiple)
 
     def _run_schedule(
         self, inputs: Sequence[ModelInputs], statistics: TokenStatistics, loss: _Loss, *, forward_only: bool

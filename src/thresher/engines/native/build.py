@@ -19,7 +19,7 @@ from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.engines.native.parameters import LocalCheckpoint, LocalParameters
-from thresher.engines.native.sequential import RouterLoss, SequentialExecutor
+from thresher.engines.native.sequential import SequentialExecutor, with_balance
 from thresher.engines.nonfinite import LossScale
 from thresher.engines.spec import ModelSpec, seed_dropout
 from thresher.models.layouts import Layout
@@ -82,14 +82,15 @@ def train_engine(
     compilation: Compilation | None = None,
 ) -> TrainEngine:
     """The engine of a policy that is loaded."""
-    model = _pair_model(module, layout, compute_dtype, parallel)
+    model, layout = with_balance(
+        _pair_model(module, layout, compute_dtype, parallel), layout, model_args, parallel.dp_group
+    )
     parameters = LocalParameters(module, model.base_model, parallel, training)
-    router_loss = RouterLoss.of(model_args, model, parallel.dp_group)
     if compilation is not None:
         compilation.apply(model.backbone)
     return TrainEngine(
         model=module.train(),
-        executor=_executor(model, layout, parallel, router_loss),
+        executor=_executor(model, layout, parallel),
         dp_group=parallel.dp_group,
         device=model.device,
         hidden_size=model.hidden_size,
@@ -124,6 +125,7 @@ def axis_sizes(settings: FSDP2Settings, num_processes: int) -> ParallelDims:
         dp_shard=settings.num_shards(num_processes),
         cp=settings.cp_size,
         tp=settings.tp_size,
+        ep=settings.ep_size,
     )
 
 
@@ -168,9 +170,7 @@ def _pair_model(module: nn.Module, layout: Layout, compute_dtype: torch.dtype, p
     )
 
 
-def _executor(
-    model: PairModel, layout: Layout, parallel: ParallelContext, router_loss: RouterLoss | None = None
-) -> MicroBatchExecutor:
+def _executor(model: PairModel, layout: Layout, parallel: ParallelContext) -> MicroBatchExecutor:
     sync = parallel.gradient_sync
     if parallel.stage is not None:
         from thresher.engines.native.pipeline_executor import PipelineExecutor
@@ -182,4 +182,4 @@ def _executor(
             sync.before_backward(is_last=is_last)
         loss.backward()
 
-    return SequentialExecutor(model, layout, router_loss, run_backward)
+    return SequentialExecutor(model, layout, run_backward)

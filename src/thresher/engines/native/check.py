@@ -22,12 +22,11 @@ from thresher.models.router import num_experts
 def check(spec: ModelSpec[FSDP2Settings]) -> None:
     """Reject settings that this model does not support."""
     settings, is_replicated = spec.settings, spec.settings.is_replicated(spec.world.size)
-    if spec.balances_experts:  # along these dimensions the loss of transformers cannot be computed exactly
-        dims = [name for name in ("pp_size", "tp_size", "cp_size") if getattr(settings, name) > 1]
-        if dims or spec.compiles:
+    if spec.balances_experts:
+        other = "torch_compile" if spec.compiles else next(iter(settings.non_default("pp_schedule")), None)
+        if other is not None:
             raise UserError(
-                f"actor_train.model_args.moe_aux_loss_coef is not supported with {', '.join(dims) or 'torch_compile'}; "
-                "remove one of them, or give each worker a full copy with dp_replicate"
+                f"actor_train.model_args.moe_aux_loss_coef is not supported with {other}; remove one of them"
             )
         check_router_family(spec)
     lora = spec.trained.lora

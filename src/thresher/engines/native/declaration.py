@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,6 +33,9 @@ class FSDP2Settings(StrategySettings):
     and communication. For Llama-like models with a packed layout, without LoRA."""
     cp_size: PositiveInt = 1
     """Context-parallel size: workers that split each packed row, for long sequences."""
+    ep_size: PositiveInt = 1
+    """Expert-parallel size: workers that split the experts of each layer, among those that share a replica and a
+    pipeline stage. Rows travel to their experts; otherwise the weights of all experts travel to each worker."""
     dp_replicate: PositiveInt = 1
     """Number of model replicas (HSDP), each sharded over its workers. Equal to the number of workers: no sharding."""
     zero_stage: Literal[1, 2, 3] = 3
@@ -61,7 +65,7 @@ class FSDP2Settings(StrategySettings):
     def compiled_parts(self) -> CompiledParts | None:
         if self.pp_schedule != "1f1b":
             return None  # it splits the backward
-        has_messages = self.pp_size > 1 or self.cp_size > 1 or self.sequence_parallel
+        has_messages = self.pp_size > 1 or self.cp_size > 1 or self.ep_size > 1 or self.sequence_parallel
         return "functions" if has_messages else "layers"
 
     def is_replicated(self, num_workers: int) -> bool:
@@ -78,7 +82,13 @@ class FSDP2Settings(StrategySettings):
                 f"strategy_args.strategy_config.{unused[0]} has no effect: no two workers shard the model; use more "
                 "workers or remove it"
             )
-        if self.pp_schedule == "zero_bubble" and self.num_shards(num_workers) * self.cp_size > 1:
+        splitting = self.num_shards(num_workers) * self.cp_size * self.tp_size
+        if splitting % self.ep_size:
+            raise ValueError(
+                f"strategy_args.strategy_config.ep_size {self.ep_size} does not divide the {splitting} workers that "
+                f"share a replica and a pipeline stage; use a divisor of {splitting}, or more workers"
+            )
+        if self.pp_schedule == "zero_bubble" and (self.num_shards(num_workers) * self.cp_size > 1 or self.ep_size > 1):
             raise ValueError(
                 "strategy_args.strategy_config.pp_schedule zero_bubble does not support workers that shard the model: "
                 "set cp_size to 1, and dp_replicate to the number of workers divided by pp_size x tp_size"
@@ -97,7 +107,10 @@ class FSDP2Settings(StrategySettings):
             replicas = available // per_replica
             return replicas * per_replica, {"dp_replicate": replicas}
         changes: dict[str, JsonValue] = {} if self.dp_replicate == 1 else {"dp_replicate": 1}
-        return super().fit(num_workers, available)[0], changes
+        left = super().fit(num_workers, available)[0]
+        if (left // self.pp_size) % self.ep_size:
+            changes["ep_size"] = math.gcd(left // self.pp_size, self.ep_size)
+        return left, changes
 
     @model_validator(mode="after")
     def _validate_combinations(self) -> FSDP2Settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from thresher.engines.native.declaration import FSDP2Settings
+from thresher.models.experts import stacks_of
 from thresher.models.loading.trained import widest_dtype
 from thresher.models.pipeline_chunk import decoder_of, head_of, local_layers
 from thresher.models.router import routers
@@ -41,9 +42,11 @@ def apply_fsdp(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     settings: FSDP2Settings,
+    expert_mesh: DeviceMesh | None = None,
 ) -> GradientSync:
     """Shard every parameter over the last dimension of a mesh; the first of two replicates.
 
+    With expert parallelism experts have a mesh of their own, and their gradients are summed over it alone.
     ZeRO-2 keeps the matrices of the layers gathered between forward and backward, ZeRO-1 all parameters.
     """
     zero_stage = settings.zero_stage
@@ -56,6 +59,13 @@ def apply_fsdp(
     # of the gradients of matrices
     reduce_dtype = torch.bfloat16 if settings.reduce_dtype == "bf16" else stored
     groups = [*_outer_groups(model, zero_stage), *(_Group([layer], zero_stage == 3) for layer in layers)]
+    if expert_mesh is not None:
+        experts = {outer: set(inner.parameters()) for outer, inner in stacks_of(model)}
+        groups = [replace(group, excluded=set().union(*experts.values())) for group in groups]
+        groups += [
+            _Group([outer], zero_stage == 3, excluded=set(outer.parameters()) - own, mesh=expert_mesh)
+            for outer, own in experts.items()
+        ]
     # the root gathers norms, biases and routers in the stored dtype: FSDP2 casts a whole group of parameters, and
     # one process rounds the matrices of a layer but not these. By default it stays unsharded after a forward
     sharded = fully_shard(
@@ -74,7 +84,7 @@ def apply_fsdp(
             )
         fully_shard(
             group.modules if len(group.modules) > 1 else group.modules[0],
-            **options,
+            **(options if group.mesh is None else options | {"mesh": group.mesh}),
             reshard_after_forward=group.reshards_after_forward,
             ignored_params=group.parameters - group.matrices,
         )
@@ -96,6 +106,8 @@ class _Group:
     reshards_after_forward: bool
     needs_weight_in_backward: bool = True
     is_rounded: bool = True
+    excluded: set[nn.Parameter] = field(default_factory=set)
+    mesh: DeviceMesh | None = None  # if it is another one than the model's
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -105,7 +117,7 @@ class _Group:
     def matrices(self) -> set[nn.Parameter]:
         """Without those of routers, which compute in the stored dtype."""
         kept = {each for module in self.modules for router in routers(module) for each in router.parameters()}
-        return {parameter for parameter in self.parameters - kept if parameter.ndim > 1}
+        return {parameter for parameter in self.parameters - kept - self.excluded if parameter.ndim > 1}
 
 
 def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:

@@ -20,6 +20,7 @@ from thresher.distributed.context_parallel import ContextParallel
 from thresher.distributed.groups import DataParallelGroup, Group
 from thresher.distributed.mesh import Mesh
 from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.native.expert_parallel import split_experts
 from thresher.engines.native.fsdp import GradientSync, apply_fsdp
 from thresher.engines.native.tensor_parallel import apply_tensor_parallel
 from thresher.errors import UserError
@@ -94,6 +95,8 @@ class ParallelContext:
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             sharded = {name for name, each in zip(names, parameter.placements, strict=True) if not each.is_replicate()}
+            if "ep" in sharded:  # over all processes of a replica
+                sharded |= {"shard", "tp"}
         coordinates = self.coordinates or {"dp_replicate": self.dp_group.rank}
         return all(index == 0 for mesh_dim, index in coordinates.items() if mesh_dim not in sharded)
 
@@ -114,11 +117,14 @@ def parallelize(
     stage = _keep_stage_layers(model, mesh.group("pp"), settings.virtual_pp_size) if dims.pp > 1 else None
     partial_grad_params: frozenset[str] = frozenset()
     if dims.tp > 1:
-        partial_grad_params = apply_tensor_parallel(model, device_mesh["tp"], splits_rows=settings.sequence_parallel)
+        partial_grad_params = apply_tensor_parallel(
+            model, device_mesh["tp"], splits_rows=settings.sequence_parallel, splits_experts=dims.ep == 1
+        )
     gradient_sync = None
-    if dims.fsdp_size > 1:
-        mesh_dims = ("dp_replicate", "shard") if dims.dp_replicate > 1 else "shard"
-        gradient_sync = apply_fsdp(model, device_mesh[mesh_dims], compute_dtype, settings)
+    if (expert_parallel := mesh.expert_parallel()) is not None:
+        split_experts(model, expert_parallel)
+    if dims.uses_fsdp:
+        gradient_sync = apply_fsdp(model, mesh.fsdp(), compute_dtype, settings, mesh.fsdp_of_experts())
     # FSDP2 requires that the shards which it offloads are on the CPU from the start
     weights_on = torch.device("cpu") if settings.cpu_offload else None
     if path is None:

@@ -30,8 +30,9 @@ from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.fsdp import GradientSync
 from thresher.engines.native.parallelize import PipelineStageInfo
 from thresher.engines.native.sequential import (
-    DUMMY_BATCH,
+    balanced,
     broadcast_scored,
+    collate_step,
     count_step_tokens,
     distance_to_single_pairs,
     empty_like,
@@ -84,16 +85,20 @@ class PipelineExecutor:
         loss_fn: LossFn,
         *,
         statistics: TokenStatistics,
-        loss_scale: float | None = None,  # noqa: ARG002  # of the protocol
+        loss_scale: float | None = None,
     ) -> tuple[TokenCounts, Metrics]:
-        """Run the schedule; no stage adds its own term to the loss."""
-        if not batches:
-            return TokenCounts(), {}
+        """Run the schedule."""
         run = self._collate(batches, statistics, loss_fn)
-        with self.model.trained_weights_cast_once():
-            self._run_schedule(run)
+
+        def measure() -> None:
+            if batches:
+                self._run_schedule(replace(run, loss_fn=None, scored={}))
+
+        with balanced(self.model, measure, loss_scale) as metrics, self.model.trained_weights_cast_once():
+            if batches:
+                self._run_schedule(run)
         tokens = count_step_tokens(run.inputs, batches) if self.stage.is_last else TokenCounts()
-        return tokens, {}
+        return tokens, metrics
 
     @torch.no_grad()
     def check_logps(self, batch: ExampleBatch) -> None:
@@ -124,9 +129,7 @@ class PipelineExecutor:
     def _collate(
         self, batches: Sequence[ExampleBatch], statistics: TokenStatistics, loss_fn: LossFn | None = None
     ) -> _StepRun:
-        missing = self._num_scheduled(len(batches)) - len(batches)
-        padded = [batch if len(batch) else DUMMY_BATCH for batch in batches] + [DUMMY_BATCH] * missing
-        inputs = [self.layout.collate(batch) for batch in padded]
+        inputs = collate_step(self.layout, batches, self._num_scheduled(len(batches)))
         return _StepRun(self.model, inputs, statistics, batches, loss_fn)
 
     def _num_scheduled(self, count: int) -> int:

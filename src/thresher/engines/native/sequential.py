@@ -1,15 +1,10 @@
-"""Sequential micro-batch executor: one forward and one backward after another.
-
-It can add the load-balancing loss of a mixture-of-experts model, over the tokens of a whole step. transformers computes
-that loss per forward, so it depends on the batch. Here the batch is the step: no split into micro-batches and ranks
-changes the loss.
-"""
+"""Sequential micro-batch executor: one forward and one backward after another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,49 +15,16 @@ from thresher.config.roles import ModelArgs
 from thresher.data.example import Example, ExampleBatch
 from thresher.distributed.groups import DataParallelGroup, Group, Metrics
 from thresher.engines.accumulate import LossFn, MicroBatchExecutor, TokenCounts
-from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics, concat_sides, map_tensors
 from thresher.models.forward_check import check_logps
-from thresher.models.layouts import Layout, ModelInputs
+from thresher.models.layouts import Layout, ModelInputs, with_ends
 from thresher.models.lm_head import ScoredTokens
 from thresher.models.logps import PairModel
-from thresher.models.router import ExpertLoad
+from thresher.models.router import ExpertBalance, num_experts
 
 _IDS = np.zeros(2, dtype=np.int32)
 # scored instead of a batch without pairs: FSDP ranks must run the same number of forwards
-DUMMY_BATCH = ExampleBatch(np.zeros(1, dtype=np.int64), (Example.pair(_IDS, _IDS, _IDS),))
-
-
-@dataclass(frozen=True)
-class RouterLoss:
-    """Weight of the loss, and the data-parallel ranks that split a step."""
-
-    coef: float
-    num_experts: int
-    dp_group: DataParallelGroup = field(default_factory=DataParallelGroup)
-
-    @classmethod
-    def of(cls, args: ModelArgs, model: PairModel, dp_group: DataParallelGroup) -> RouterLoss | None:
-        """The loss of a policy; None without moe_aux_loss_coef."""
-        base: Any = model.base_model
-        return cls(args.moe_aux_loss_coef, int(base.num_experts), dp_group) if args.moe_aux_loss_coef else None
-
-    def of_step(self, loads: Iterable[ExpertLoad]) -> tuple[list[float], Metrics]:
-        """Return the derivative of the step's loss by the router's probabilities, and the metrics; collective.
-
-        The tokens routed to an expert have no gradient, so the loss is linear in the probabilities: the products of the
-        micro-batches of all ranks with this derivative add up to it.
-        """
-        local = [0.0] * (2 * self.num_experts + 1)
-        for load in loads:
-            numbers = [*load.routed.tolist(), *load.probabilities.tolist(), float(load.num_tokens)]
-            local = [one + other for one, other in zip(local, numbers, strict=True)]
-        (*sums, num_tokens), _ = self.dp_group.all_reduce(local)
-        routed, probabilities = sums[: self.num_experts], sums[self.num_experts :]
-        factors = [self.num_experts * each / num_tokens**2 for each in routed]
-        value = sum(factor * each for factor, each in zip(factors, probabilities, strict=True))
-        metrics = self.dp_group.metrics_group.only_on_rank0({"moe_aux_loss": MetricSum(value, 1.0)})
-        return [self.coef * factor for factor in factors], metrics
+_DUMMY_BATCH = ExampleBatch(np.zeros(1, dtype=np.int64), (Example.pair(_IDS, _IDS, _IDS),))
 
 
 @dataclass(frozen=True)
@@ -71,7 +33,6 @@ class SequentialExecutor:
 
     model: PairModel
     layout: Layout
-    router_loss: RouterLoss | None = None
     # takes a loss, and whether it is the last one of the step
     run_backward: Callable[[Tensor, bool], None] = lambda loss, _is_last: loss.backward()
 
@@ -87,38 +48,65 @@ class SequentialExecutor:
         loss_scale: float | None = None,
     ) -> tuple[TokenCounts, Metrics]:
         tokens = TokenCounts()
-        factors: list[float] = []
-        metrics: Metrics = {}
-        if self.router_loss is not None:
-            # without gradient: the share of a batch depends on the whole step; the backward draws the same masks again
-            with torch.no_grad(), torch.random.fork_rng():
-                loads = [self._score(batch, NO_STATISTICS)[1] for batch in batches]
-            factors, metrics = self.router_loss.of_step(load for load in loads if load is not None)
-        with self.model.trained_weights_cast_once():
+
+        def measure() -> None:
+            for batch in batches:
+                self._score(batch, NO_STATISTICS)
+
+        with balanced(self.model, measure, loss_scale) as metrics, self.model.trained_weights_cast_once():
             for index, batch in enumerate(batches):
-                policy, load, batch_tokens = self._score(batch, statistics)
-                loss = loss_fn(index, policy)
-                if load is not None:
-                    share = (load.probabilities.new_tensor(factors) * load.probabilities).sum()
-                    loss = loss + share * (1.0 if loss_scale is None else loss_scale)
-                self.run_backward(loss, index == len(batches) - 1)
+                policy, batch_tokens = self._score(batch, statistics)
+                self.run_backward(loss_fn(index, policy), index == len(batches) - 1)
                 tokens += batch_tokens
         return tokens, metrics
 
     def check_logps(self, batch: ExampleBatch) -> None:
         check_logps(self.model, self.layout, batch)
 
-    def _score(
-        self, batch: ExampleBatch, statistics: TokenStatistics
-    ) -> tuple[ExampleLogps, ExpertLoad | None, TokenCounts]:
-        inputs, load = self.layout.collate(batch if len(batch) else DUMMY_BATCH), None
-        if self.router_loss is None:
-            logps = self.model.score(inputs, statistics=statistics)
-        else:
-            logps, load = self.model.score_with_load(inputs, statistics=statistics)
-        if len(batch):
-            return logps, load, count_tokens(inputs)
-        return empty_like(logps), None if load is None else load.of_no_tokens(), TokenCounts()
+    def _score(self, batch: ExampleBatch, statistics: TokenStatistics) -> tuple[ExampleLogps, TokenCounts]:
+        inputs = collate(self.layout, batch)
+        logps = self.model.score(inputs, statistics=statistics)
+        return (logps, count_tokens(inputs)) if len(batch) else (empty_like(logps), TokenCounts())
+
+
+def collate(layout: Layout, batch: ExampleBatch) -> ModelInputs:
+    """The inputs of a micro-batch; of a dummy one, whose rows stand for no token, if it is empty."""
+    if len(batch):
+        return layout.collate(batch)
+    inputs = layout.collate(_DUMMY_BATCH)
+    return replace(inputs, row_weights=torch.zeros_like(inputs.row_weights))
+
+
+def collate_step(layout: Layout, batches: Sequence[ExampleBatch], num_scheduled: int) -> list[ModelInputs]:
+    """The inputs of a step's micro-batches, and of dummy ones up to a number."""
+    missing = [ExampleBatch(np.zeros(0, dtype=np.int64), ())] * (num_scheduled - len(batches))
+    return [collate(layout, batch) for batch in [*batches, *missing]]
+
+
+def with_balance(
+    model: PairModel, layout: Layout, args: ModelArgs, ranks: DataParallelGroup
+) -> tuple[PairModel, Layout]:
+    """Let a policy add its load-balancing loss, if it has one, over all tokens of its sequences."""
+    if not args.moe_aux_loss_coef:
+        return model, layout
+    config = model.base_model.config.get_text_config()
+    balance = ExpertBalance(args.moe_aux_loss_coef, num_experts(config), int(config.num_experts_per_tok), ranks)
+    return replace(model, balance=balance), with_ends(layout)
+
+
+@contextmanager
+def balanced(model: PairModel, measure: Callable[[], None], loss_scale: float | None) -> Iterator[Metrics]:
+    """Add the load-balancing loss of a step to a `with` block, if the model has one; return its metrics.
+
+    measure: computes the rows of the step without gradient, because the loss of a row depends on all of them.
+    """
+    if model.balance is None:
+        yield {}
+        return
+    with model.balance.measured():
+        measure()
+    with model.balance.added(loss_scale, model.device) as metrics:
+        yield metrics
 
 
 def count_tokens(inputs: ModelInputs) -> TokenCounts:

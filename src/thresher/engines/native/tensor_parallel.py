@@ -42,7 +42,9 @@ _ROWS = (Shard(1),)
 _ALL_ROWS = (Replicate(),)
 
 
-def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, splits_rows: bool = False) -> frozenset[str]:
+def apply_tensor_parallel(
+    model: PreTrainedModel, mesh: DeviceMesh, *, splits_rows: bool = False, splits_experts: bool = True
+) -> frozenset[str]:
     """Shard a model over a one-dimensional mesh; return the names of replicated parameters with partial gradients.
 
     Those are norms within heads (Qwen 3): each process has the gradient of its heads, to be summed once per step. And
@@ -57,6 +59,8 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, splits_ro
     partial = {name for name, style in model.tp_plan.items() if style == _PARTIAL_GRADIENT}
     on_other_stages = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
     plan = {name: style for name, style in model.tp_plan.items() if name not in partial}
+    if not splits_experts:
+        plan = {name: style for name, style in plan.items() if not f"{name}.".count(".experts.")}
     styles = {name: style for name, style in _with_adapters(model, plan).items() if name not in on_other_stages}
     norms: frozenset[str] = frozenset()
     if splits_rows:
