@@ -44,7 +44,7 @@ class ExpertParallel:
             out.contiguous(), self.tp, (Shard(0),), run_check=False, shape=rows.shape, stride=rows.stride()
         )
         whole: Tensor = parts.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Replicate(),))
-        return whole
+        return whole.clone()  # not a view, which a layer might add to in place
 
     def _own_rows(self, rows: Tensor) -> Tensor:
         """Of rows that all tensor-parallel processes have; the backward gathers."""

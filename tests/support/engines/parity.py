@@ -117,6 +117,7 @@ class Case:
     counts_zeros: bool = False
     initial_loss_scale: float = 2.0**16
     lora_rank: int | None = None
+    lora_target: tuple[str, ...] = ("all-linear",)
     engine: TestedEngine | None = None  # None: the native one
 
     def __str__(self) -> str:
@@ -164,7 +165,7 @@ class Case:
 
     @property
     def trained(self) -> TrainedParts:
-        lora = None if self.lora_rank is None else LoraSettings(self.lora_rank, None, ["all-linear"])
+        lora = None if self.lora_rank is None else LoraSettings(self.lora_rank, None, self.lora_target)
         return TrainedParts(lora=lora, frozen_prefixes=self.frozen)
 
     @property

@@ -236,6 +236,20 @@ AGAINST_ONE_PROCESS = [
             ParallelDims(pp=2, cp=2),
         )
     ),
+    *(
+        Case(
+            sizes,
+            family=family,
+            lora_rank=4,
+            lora_target=("all-linear", "experts.gate_up_proj", "experts.down_proj"),
+            also="LoRA on experts",
+        )
+        for sizes, family in (
+            (ParallelDims(dp_shard=2), "qwen3_moe"),
+            *((sizes, "qwen3_moe") for sizes in _EP),
+            (ParallelDims(dp_shard=2, ep=2), "gpt_oss"),
+        )
+    ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
     Case(ParallelDims(tp=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),
 ]

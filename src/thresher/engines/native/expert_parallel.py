@@ -20,9 +20,12 @@ from thresher.models.experts import stacks_of
 _EXPERTS = (Shard(0),)
 
 
-def split_experts(model: PreTrainedModel, parallel: ExpertParallel) -> None:
-    """Split the experts of a model on the meta device."""
-    size = parallel.mesh.size()
+def split_experts(model: PreTrainedModel, parallel: ExpertParallel) -> frozenset[str]:
+    """Split the experts of a model on the meta device; return the names of parameters with partial gradients over tp.
+
+    Those are the adapters on experts, as each process has the gradient of its experts.
+    """
+    size, adapters = parallel.mesh.size(), set()
     for outer, inner in list(stacks_of(model)):
         for name, whole in list(inner.named_parameters(recurse=False)):
             if len(whole) % size:
@@ -32,12 +35,11 @@ def split_experts(model: PreTrainedModel, parallel: ExpertParallel) -> None:
             part = DTensor.from_local(whole[: len(whole) // size], parallel.mesh, _EXPERTS, run_check=False)
             inner.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
         inner.expert_parallel = parallel  # type: ignore[assignment]
-        for wrapper in _adapters(outer):
-            wrapper.get_delta_factors = partial(_factors, wrapper, wrapper.get_delta_factors)
-
-
-def _adapters(outer: nn.Module) -> list[Any]:
-    return [module for module in outer.modules() if hasattr(module, "get_delta_factors")]
+        adapters |= set(outer.parameters()) - set(inner.parameters())
+        for wrapper in outer.modules():
+            if hasattr(wrapper, "get_delta_factors"):
+                wrapper.get_delta_factors = partial(_factors, wrapper, wrapper.get_delta_factors)  # type: ignore[assignment]
+    return frozenset(name for name, parameter in model.named_parameters() if parameter in adapters)
 
 
 def _factors(wrapper: Any, whole_factors: Any, name: str) -> tuple[Tensor, Tensor, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,12 +61,9 @@ def apply_fsdp(
     reduce_dtype = torch.bfloat16 if settings.reduce_dtype == "bf16" else stored
     groups = [*_outer_groups(model, zero_stage), *(_Group([layer], zero_stage == 3) for layer in layers)]
     if expert_mesh is not None:
-        experts = {outer: set(inner.parameters()) for outer, inner in stacks_of(model)}
-        groups = [replace(group, excluded=set().union(*experts.values())) for group in groups]
-        groups += [
-            _Group([outer], zero_stage == 3, excluded=set(outer.parameters()) - own, mesh=expert_mesh)
-            for outer, own in experts.items()
-        ]
+        experts = list(stacks_of(model))
+        groups = [replace(group, left_out=[inner for _, inner in experts]) for group in groups]
+        groups += [_Group([outer], zero_stage == 3, only=inner, mesh=expert_mesh) for outer, inner in experts]
     # the root gathers norms, biases and routers in the stored dtype: FSDP2 casts a whole group of parameters, and
     # one process rounds the matrices of a layer but not these. By default it stays unsharded after a forward
     sharded = fully_shard(
@@ -106,7 +104,8 @@ class _Group:
     reshards_after_forward: bool
     needs_weight_in_backward: bool = True
     is_rounded: bool = True
-    excluded: set[nn.Parameter] = field(default_factory=set)
+    left_out: Sequence[nn.Module] = ()
+    only: nn.Module | None = None  # whose matrices are gathered; None: of all modules
     mesh: DeviceMesh | None = None  # if it is another one than the model's
 
     @property
@@ -116,8 +115,11 @@ class _Group:
     @property
     def matrices(self) -> set[nn.Parameter]:
         """Without those of routers, which compute in the stored dtype."""
-        kept = {each for module in self.modules for router in routers(module) for each in router.parameters()}
-        return {parameter for parameter in self.parameters - kept - self.excluded if parameter.ndim > 1}
+        if self.only is not None:
+            return set(self.only.parameters())
+        kept = [*self.left_out, *(router for module in self.modules for router in routers(module))]
+        matrices = {parameter for parameter in self.parameters if parameter.ndim > 1}
+        return matrices - {parameter for module in kept for parameter in module.parameters()}
 
 
 def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:

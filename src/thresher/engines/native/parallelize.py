@@ -122,7 +122,7 @@ def parallelize(
         )
     gradient_sync = None
     if (expert_parallel := mesh.expert_parallel()) is not None:
-        split_experts(model, expert_parallel)
+        partial_grad_params |= split_experts(model, expert_parallel)
     if dims.uses_fsdp:
         gradient_sync = apply_fsdp(model, mesh.fsdp(), compute_dtype, settings, mesh.fsdp_of_experts())
     # FSDP2 requires that the shards which it offloads are on the CPU from the start

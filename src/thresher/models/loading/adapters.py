@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,15 +22,16 @@ from thresher.models.loading.load_sharded import copy_shard
 from thresher.models.loading.weight_files import find_file, missing_tensor, open_safetensors
 from thresher.models.pipeline_chunk import head_of
 
+_ALL_LINEAR = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # settings of LoRA that change what an adapter computes, and are applied
 APPLIED = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *("layers_to_transform", "layers_pattern", "fan_in_fan_out", "target_parameters"),
 )
 # settings that change what an adapter computes, and are not applied
 _NOT_APPLIED = (
-    *("modules_to_save", "use_dora", "target_parameters", "trainable_token_indices", "layer_replication", "lora_bias"),
+    *("modules_to_save", "use_dora", "trainable_token_indices", "layer_replication", "lora_bias"),
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
     "velora_config",
 )
@@ -73,7 +75,9 @@ class AdapterFiles:
 
     def check_settings(self, *, rank: int | None, alpha: float | None, target: Sequence[str] | None) -> None:
         """Reject run settings that contradict the adapter; None: not set."""
-        targets = self.settings.get("target_modules")
+        targets, parameters = self.settings.get("target_modules"), self.settings.get("target_parameters") or []
+        if isinstance(targets, list):
+            targets = [*targets, *parameters]
         own = {
             "lora_rank": (rank, self.settings.get("r")),
             "lora_alpha": (alpha, self.settings.get("lora_alpha")),
@@ -140,16 +144,23 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
     """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
     from peft import LoraConfig
 
-    names, target = [name for name, _ in model.named_modules()], list(lora.target)
+    target = list(lora.target)
+    modules = [each for each in target if _is_end_of_a_name(each, model.named_modules())]
+    # matrices that belong to no linear module: stacked experts
+    parameters = [each for each in target if each not in modules and _is_end_of_a_name(each, model.named_parameters())]
     # PEFT is content if one target matches; another, misspelled one would be left untrained
-    unmatched = [each for each in target if not any(f".{name}".endswith(f".{each}") for name in names)]
-    if unmatched and target != ["all-linear"]:
+    if unmatched := [each for each in target if each not in (*modules, *parameters, _ALL_LINEAR)]:
         raise UserError(_matches_nothing(model, unmatched))
+    if parameters and dropout:
+        raise UserError(
+            f"lora_dropout is {dropout}, which {parameters[0]} cannot have; set it to 0, or remove the name"
+        )
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=dropout,
-        target_modules="all-linear" if target == ["all-linear"] else target,
+        target_modules=_ALL_LINEAR if _ALL_LINEAR in target else modules,
+        target_parameters=parameters or None,
         task_type=None if hasattr(model, "score") else "CAUSAL_LM",
         exclude_modules=["score"] if hasattr(model, "score") else None,
         init_lora_weights=lora.init if lora.starts_from_weights and not next(model.parameters()).is_meta else True,
@@ -157,6 +168,10 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # for pissa_niter_N, which draws a random subspace
         return _attach(model, config, target)
+
+
+def _is_end_of_a_name(end: str, named: Iterable[tuple[str, Any]]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for name, _ in named)
 
 
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: float = 0.0) -> nn.Module:
@@ -174,7 +189,9 @@ def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Mo
 
     try:
         is_on_meta = next(model.parameters()).is_meta
-        adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
+        with warnings.catch_warnings():  # PEFT adds patterns for experts as modules, which may then match nothing
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
     except ValueError as error:
         if "incompatible" in str(error):  # kernels of Mamba layers would leave out an adapter on `out_proj`
             raise UserError(f"lora_target {list(target)} is not possible: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,12 +181,9 @@ def _convert_shards(model: PreTrainedModel, path: str, device: torch.device) -> 
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     reader = SafetensorsReader(path, model.all_tied_weights_keys)
     mapping: Any = get_model_conversion_mapping(model)
-    named = {_stored_name(name): name for name in is_trained}
-    report, _ = convert_and_load_state_dict_in_model(
-        model,
-        {named.get(name, name): tensor for name, tensor in reader.slices().items()},
-        LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=model.dtype),
-    )
+    settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=model.dtype)
+    with _without_adapters(model):
+        report, _ = convert_and_load_state_dict_in_model(model, reader.slices(), settings)
     for name, stored, expected in sorted(report.mismatched_keys):
         raise wrong_shape(path, name, stored, expected)
     for name, error in report.conversion_errors.items():
@@ -195,19 +193,32 @@ def _convert_shards(model: PreTrainedModel, path: str, device: torch.device) -> 
     tied = model.all_tied_weights_keys
     optional = model._keys_to_ignore_on_load_missing or ()
     for name in sorted(report.missing_keys):
-        if ".base_layer." in name and ".lora_" not in name:
-            raise UserError(
-                f"{path} stores {_stored_name(name)} in a different form, which cannot be converted below an adapter; "
-                "name other modules as actor_train.model_args.lora_target, such as q_proj, or set "
-                "actor_train.strategy_args.strategy_config.dp_replicate to the number of workers"
-            )
         if name.endswith(REWARD_HEAD):
             nn.init.zeros_(to_local(model.get_parameter(name)))
-        elif ".lora_" not in name and name not in tied and not any(re.search(pattern, name) for pattern in optional):
+        elif name not in tied and not any(re.search(pattern, name) for pattern in optional):
             raise missing_tensor(path, name)
     model.tie_weights()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained[name])
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within a `with` block, modules stand in the place of the adapters around them."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        if not hasattr(parent, "base_layer")
+        for name, child in parent.named_children()
+        if hasattr(child, "base_layer")
+    ]
+    for parent, name, child in wrapped:
+        parent._modules[name] = child.get_base_layer()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
 
 
 @torch.no_grad()
