@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.stateful_models import STATEFUL
-from tests.support.tiny_models import FAMILIES, GROUPED, MIXED
+from tests.support.tiny_models import EXPERT_FAMILIES, FAMILIES, MIXED
 from thresher.models.layouts import PackedLayout, PaddedLayout
 from thresher.models.loading.load import without_dropout
 from thresher.models.loading.trained import narrow_frozen_matrices
@@ -21,23 +21,7 @@ from thresher.models.optimizations.compile import compile_layers
 from thresher.models.pipeline_chunk import decoder_of
 from thresher.models.router import routers
 
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
-CONFIGS = {
-    **{name: FAMILIES[name] for name in ("qwen3_moe", "mixtral", "gpt_oss")},
-    "qwen3_5_moe_text": STATEFUL["qwen3_5_moe_text"],
-    "glm4_moe": Glm4MoeConfig(**GROUPED, **EXPERTS, n_group=1, topk_group=1),
-    "deepseek_v3": DeepseekV3Config(
-        **(GROUPED | {"num_key_value_heads": 4}),
-        **EXPERTS,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        n_group=1,
-        topk_group=1,
-    ),
-}
+CONFIGS = {family: {**FAMILIES, **STATEFUL}[family] for family in EXPERT_FAMILIES}
 SHARED = PackedLayout(shares_prompt=True)
 
 

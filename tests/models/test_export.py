@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_chat_model import quickstart_rows
+from tests.support.tiny_models import EXPERT_FAMILIES, FAMILIES
 from thresher.builders.engines import build_policy
 from thresher.builders.export import export_checkpoint
 from thresher.builders.inputs import find_layout
@@ -237,3 +238,18 @@ def test_adapters_on_layers_with_state_are_trained_and_merged(tiny_dir, tmp_path
     assert changed == adapted
     assert any("linear_attn" in name for name in adapted)
     check_logits(trained, tmp_path / "model", base, ids)
+
+
+@pytest.mark.parametrize("layout", ["hub", "stacked"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_experts_are_written_under_the_names_that_they_were_read_from(family, layout, tiny_dir, tmp_path):
+    config = copy.deepcopy({**FAMILIES, **STATEFUL}[family])
+    config.vocab_size, config.max_position_embeddings = AutoConfig.from_pretrained(tiny_dir).vocab_size, 512
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base, save_original_format=layout == "hub")
+    _, checkpoint = train(base, tmp_path, {"freeze_module_prefix": "model."})
+    export_checkpoint(checkpoint, tmp_path / "model")
+    before, after = (load_file(directory / "model.safetensors") for directory in (base, tmp_path / "model"))
+    assert before.keys() == after.keys()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"lm_head.weight"}

@@ -12,12 +12,14 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
+    Glm4MoeConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -134,6 +136,26 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         eos_token_id=2,
     ),
 }
+
+
+_DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES |= {
+    "glm4_moe": Glm4MoeConfig(**GROUPED, **_DEEPSEEK, first_k_dense_replace=0, n_group=1, topk_group=1),
+    "deepseek_v3": DeepseekV3Config(
+        **(GROUPED | {"num_key_value_heads": 4}),
+        **_DEEPSEEK,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_group=1,
+        topk_group=1,
+    ),
+}
+# with STATEFUL
+EXPERT_FAMILIES = ("qwen3_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:

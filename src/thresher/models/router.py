@@ -33,6 +33,11 @@ def num_experts(config: PreTrainedConfig) -> int:
     return next((int(number) for key in _EXPERT_KEYS if (number := getattr(config, key, None))), 0)
 
 
+def splits_experts(config: PreTrainedConfig) -> bool:
+    """Whether the experts of a layer are stacked, so that expert parallelism can split them."""
+    return any(name.endswith(".experts") for name in getattr(config, "base_model_ep_plan", None) or ())
+
+
 def routers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that choose experts; they stand next to them."""
     for module in model.modules():

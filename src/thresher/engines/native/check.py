@@ -13,10 +13,10 @@ from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.branching_state import splits_over
 from thresher.models.layouts import Layout
-from thresher.models.loading.weight_files import find_files_to_shard
+from thresher.models.loading.load_sharded import check_tensors
 from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
-from thresher.models.router import num_experts
+from thresher.models.router import num_experts, splits_experts
 
 
 def check(spec: ModelSpec[FSDP2Settings]) -> None:
@@ -43,7 +43,7 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
         )
     if is_replicated:
         return
-    find_files_to_shard(spec.path)
+    check_tensors(spec.empty(), spec.path)
     check_axes(settings, spec.world.size, spec.section, spec.model_config, spec.layout)
     if settings.sequence_parallel:
         reason = why_not_sequence_parallel(spec.model_config, spec.layout, has_lora=lora is not None)
@@ -97,11 +97,16 @@ def check_axes(
             f"{model_config.model_type}; remove tp_size"
         )
     interleaved = [name for name, style in (text.base_model_tp_plan or {}).items() if style.startswith("packed")]
-    if sizes.tp > 1 and interleaved and num_experts(text):
+    if sizes.tp > 1 and sizes.ep == 1 and interleaved and num_experts(text):
         raise UserError(
-            f"{section}: tp_size is {sizes.tp}, but the tensor-parallel plan of the architecture "
-            f"{model_config.model_type} interleaves {interleaved[0]}, which checkpoints cannot store; remove tp_size, "
-            "or use megatron_train if it supports the architecture"
+            f"{section}: tp_size is {sizes.tp}, and tensor parallelism does not split the experts of the architecture "
+            f"{model_config.model_type}; set ep_size too, such as to {sizes.tp}, or remove tp_size"
+        )
+    if sizes.ep > 1 and not splits_experts(text):
+        kind = "no experts" if not num_experts(text) else "experts that transformers has no plan to split"
+        raise UserError(
+            f"{section}: ep_size is {sizes.ep}, but the architecture {model_config.model_type} has {kind}; remove "
+            "ep_size"
         )
 
     def tp_fits(size: int) -> bool:
@@ -124,6 +129,8 @@ def check_axes(
             f"{section}: cp_size is {sizes.cp}, which does not divide the heads and channels of the layers with state; "
             "remove cp_size, or use a smaller one"
         )
+    experts = num_experts(text)
+    _check(section, "ep_size", sizes.ep, lambda size: experts % size == 0, f"{experts} experts per layer", experts or 1)
     stages = sizes.pp * settings.virtual_pp_size
     if stages > layers:
         raise UserError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.run_on_all import divide_by_size, run_on_all
 from thresher.distributed.tensors import local_slices, to_local
-from thresher.errors import UserError
+from thresher.models.loading.convert_tensors import check_conversion, convert_shards
 from thresher.models.loading.load import (
     REWARD_HEAD,
     class_to_load,
@@ -146,7 +142,8 @@ def load_local_shards(
     """
     allocate(model, device, weights_on=weights_on)
     if not stores_every_parameter(model, path):
-        run_on_all(replicas, lambda: _convert_shards(model, path, weights_on or device), "load the model")
+        slices = SafetensorsReader(path, model.all_tied_weights_keys).slices()
+        run_on_all(replicas, lambda: convert_shards(model, slices, path, weights_on or device), "load the model")
         return
 
     def read() -> list[tuple[Tensor, int]]:
@@ -173,54 +170,6 @@ def load_local_shards(
         _broadcast(to_local(tensor), rank, replicas, device)
 
 
-def _convert_shards(model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Let transformers read and convert what the files store under other names, such as experts one by one.
-
-    It reads the slices that this process needs. Parameters are replaced, and keep whether they are trained.
-    """
-    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    reader = SafetensorsReader(path, model.all_tied_weights_keys)
-    mapping: Any = get_model_conversion_mapping(model)
-    settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=model.dtype)
-    with _without_adapters(model):
-        report, _ = convert_and_load_state_dict_in_model(model, reader.slices(), settings)
-    for name, stored, expected in sorted(report.mismatched_keys):
-        raise wrong_shape(path, name, stored, expected)
-    for name, error in report.conversion_errors.items():
-        raise UserError(
-            f"transformers cannot convert the tensors of {name} in {path}: {error}; download the model again"
-        )
-    tied = model.all_tied_weights_keys
-    optional = model._keys_to_ignore_on_load_missing or ()
-    for name in sorted(report.missing_keys):
-        if name.endswith(REWARD_HEAD):
-            nn.init.zeros_(to_local(model.get_parameter(name)))
-        elif name not in tied and not any(re.search(pattern, name) for pattern in optional):
-            raise missing_tensor(path, name)
-    model.tie_weights()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained[name])
-
-
-@contextmanager
-def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within a `with` block, modules stand in the place of the adapters around them."""
-    wrapped = [
-        (parent, name, child)
-        for parent in model.modules()
-        if not hasattr(parent, "base_layer")
-        for name, child in parent.named_children()
-        if hasattr(child, "base_layer")
-    ]
-    for parent, name, child in wrapped:
-        parent._modules[name] = child.get_base_layer()  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        for parent, name, child in wrapped:
-            parent._modules[name] = child
-
-
 @torch.no_grad()
 def _broadcast(values: Tensor, source: int, group: Group, device: torch.device) -> None:
     """Copy the values of one rank to all, bit for bit, in the network of the device; in place where that is possible.
@@ -242,6 +191,17 @@ def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
     reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False)
     names = [_stored_name(name) for name, _ in model.named_parameters() if ".lora_" not in name]
     return all(reader.has(name) or _is_new_head(name, reader) for name in names)
+
+
+def check_tensors(model: PreTrainedModel, path: str) -> None:
+    """Reject files that lack a parameter of a model on the meta device, or have another shape of it; reads no values."""
+    reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False)
+    if not stores_every_parameter(model, path):
+        check_conversion(model, reader.slices(), path)
+        return
+    for name, parameter in [*model.named_parameters(), *_stored_buffers(model, reader)]:
+        if not _is_new_head(name, reader):
+            reader.find(name, tuple(parameter.shape))
 
 
 def _is_new_head(name: str, reader: SafetensorsReader) -> bool:

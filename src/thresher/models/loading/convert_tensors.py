@@ -1,0 +1,107 @@
+"""Tensors that the files store under other names or in parts, such as experts one by one; transformers converts them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from thresher.distributed.tensors import to_local
+from thresher.errors import UserError
+from thresher.models.loading.load import REWARD_HEAD
+from thresher.models.loading.weight_files import missing_tensor, wrong_shape
+
+_STACKED = 3  # dimensions
+
+
+def convert_shards(model: PreTrainedModel, stored: Mapping[str, Any], path: str, device: torch.device) -> None:
+    """Let transformers read and convert the slices that this process needs.
+
+    Parameters are replaced, and keep whether they are trained.
+    """
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    mapping: Any = get_model_conversion_mapping(model)
+    settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=model.dtype)
+    with _without_adapters(model):
+        report, _ = convert_and_load_state_dict_in_model(model, dict(stored), settings)
+    for name, shape, expected in sorted(report.mismatched_keys):
+        raise wrong_shape(path, name, shape, expected)
+    for name, error in report.conversion_errors.items():
+        raise UserError(
+            f"transformers cannot convert the tensors of {name} in {path}: {error}; download the model again"
+        )
+    for name in _needed(model, report.missing_keys):
+        if not name.endswith(REWARD_HEAD):
+            raise missing_tensor(path, name)
+        nn.init.zeros_(to_local(model.get_parameter(name)))
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained[name])
+
+
+def check_conversion(model: PreTrainedModel, stored: Mapping[str, Any], path: str) -> None:
+    """Reject files from which a parameter of a model on the meta device cannot be made; reads no values."""
+    mapping: Any = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    expected = model.state_dict()
+    parts: dict[str, Counter[str]] = defaultdict(Counter)
+    for name in stored:
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        if renamed not in expected and name in expected:
+            renamed, pattern = name, None
+        targets = of_pattern[pattern].target_patterns if pattern is not None else [""]
+        for target in targets:
+            parts[renamed.replace(targets[0], target)][pattern or name] += 1
+    for name in _needed(model, expected.keys() - parts.keys()):
+        if not name.endswith(REWARD_HEAD):
+            raise missing_tensor(path, name)
+    for name, parameter in expected.items():
+        for pattern, count in parts[name].items():
+            if parameter.ndim == _STACKED and "*" in pattern and count != len(parameter):
+                raise UserError(
+                    f"the weight files of {path} have {count} of the {len(parameter)} experts of {name}; download the "
+                    "model again, with the config.json that belongs to it"
+                )
+
+
+def _needed(model: PreTrainedModel, missing: set[str]) -> Iterator[str]:
+    """Yield the missing tensors that are neither tied, nor optional, nor of an adapter."""
+    optional = model._keys_to_ignore_on_load_missing or ()
+    for name in sorted(missing - model.all_tied_weights_keys.keys()):
+        if ".lora_" not in name and not any(re.search(pattern, name) for pattern in optional):
+            yield name
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within a `with` block, modules stand in the place of the adapters around them."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        if not hasattr(parent, "base_layer")
+        for name, child in parent.named_children()
+        if hasattr(child, "base_layer")
+    ]
+    for parent, name, child in wrapped:
+        parent._modules[name] = child.get_base_layer()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
