@@ -114,6 +114,18 @@ def test_megatron_loads_a_native_checkpoint(name, pool_of, model_of, tmp_path):
         assert_same_weights(continued.weights, saved.weights)
 
 
+def test_experts_resume_from_megatron_natively_and_the_other_way_round(pool_of, model_of, tmp_path):
+    run = SETUPS["ep"].run(model_of("qwen3_moe"), tmp_path / "run", saves_at=(SAVED_STEP, NUM_STEPS))
+    split = replace(run, root=tmp_path / "native", sizes=ParallelDims(dp_shard=2, ep=2), engine=None)
+    of_megatron, of_native = (run_all(pool_of, each) for each in (run, split))
+    for start, saved, other in ((run, of_megatron, split), (split, of_native, run)):
+        for loaded in run_all(pool_of, replace(other, start=start.root / LAST, saves_at=())):
+            assert_same_bits(loaded.weights, saved[0].weights)
+            assert_same_bits(loaded.moments, saved[0].moments)
+        for continued in run_all(pool_of, replace(other, start=start.root / STEP, saves_at=())):
+            assert continued.losses == pytest.approx(saved[0].losses[SAVED_STEP:], abs=TOLERANCE)
+
+
 def test_other_axes_write_the_tensors_that_they_load(pool_of, model_of, tmp_path):
     run = Setup(DP).run(model_of("qwen2"), tmp_path / "dp", until=SAVED_STEP, saves_at=(SAVED_STEP,))
     run_all(pool_of, run)

@@ -132,11 +132,12 @@ MATRIX = [
     Case(ParallelDims(dp_shard=2, tp=2), max_grad_norm=0.01, also="hard clipping"),
     Case(ParallelDims(dp_replicate=2, dp_shard=2), max_grad_norm=0.01, also="hard clipping"),
 ]
+EP = ParallelDims(dp_shard=2, ep=2)
 EXPERTS = [
     *(
         Case(sizes, family="qwen3_moe")
         for sizes in (
-            ParallelDims(dp_shard=2, ep=2),
+            EP,
             ParallelDims(dp_shard=4, ep=4),
             ParallelDims(dp_shard=4, ep=2),
             ParallelDims(dp_replicate=2, dp_shard=2, ep=2),
@@ -147,6 +148,10 @@ EXPERTS = [
             ParallelDims(dp_shard=2, cp=2, ep=4),
         )
     ),
+    Case(EP, "padded", family="qwen3_moe"),
+    *(Case(EP, family="qwen3_moe", zero_stage=stage, also=f"zero_stage {stage}") for stage in (1, 2)),
+    Case(EP, family="qwen3_moe", recompute="full", also="gradient checkpointing"),
+    Case(ParallelDims(dp_shard=4, ep=2), family="qwen3_moe", max_grad_norm=0.01, also="hard clipping"),
 ]
 INTERLEAVED = 2
 TWO_STAGES = ParallelDims(pp=2)
@@ -258,6 +263,7 @@ IN_BF16 = [
     Case(ParallelDims(dp_shard=2, tp=2), dtype=torch.bfloat16, zero_stage=1, also="bf16 with zero_stage 1"),
     Case(ParallelDims(dp_shard=2), family="qwen2", dtype=torch.bfloat16, also="a tied embedding in bf16"),
     Case(ParallelDims(dp_shard=2), family="qwen3_moe", dtype=torch.bfloat16, also="experts in bf16"),
+    Case(EP, family="qwen3_moe", dtype=torch.bfloat16, also="experts in bf16"),
     Case(
         ParallelDims(dp_shard=2),
         dtype=torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Tensors that the files store under other names or in parts, such as experts one by one; transformers converts them."""
+"""Tensors that files store under other names or in parts, such as experts one by one; transformers converts them."""
 
 from __future__ import annotations
 

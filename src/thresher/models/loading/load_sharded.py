@@ -194,7 +194,7 @@ def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
 
 
 def check_tensors(model: PreTrainedModel, path: str) -> None:
-    """Reject files that lack a parameter of a model on the meta device, or have another shape of it; reads no values."""
+    """Reject files without a parameter of a model on the meta device, or of another shape; reads no values."""
     reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False)
     if not stores_every_parameter(model, path):
         check_conversion(model, reader.slices(), path)
