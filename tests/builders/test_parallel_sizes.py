@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from safetensors.torch import save_file
-from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 from tests.support.tiny_models import FAMILIES
 from thresher.builders.engines import check_engine
@@ -158,7 +158,9 @@ def test_sequence_parallelism_of_another_architecture_is_rejected(config):
 
 def test_an_architecture_with_a_tp_plan_is_accepted(config):
     model_config = GPTNeoXConfig(**SHAPE, num_attention_heads=4)
-    check_engines(config(model_config, num_workers=2, tp_size=2))
+    made = config(model_config, num_workers=2, tp_size=2)
+    AutoModelForCausalLM.from_config(model_config).save_pretrained(made.pretrain)
+    check_engines(made)
 
 
 def test_a_single_file_model_can_be_replicated_but_not_sharded(tmp_path):
@@ -188,12 +190,10 @@ def test_unknown_keys_and_invalid_values_are_rejected(config, axes, message):
     assert message in str(caught.value)
 
 
-def test_tp_is_refused_for_experts_whose_shards_are_interleaved(config):
+def test_tp_of_experts_needs_ep(config):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12}
     assert error_message(config(Qwen3MoeConfig(**SHAPE, **heads, **experts), tp_size=2)) == (
-        "actor_train: tp_size is 2, but the tensor-parallel plan of the architecture qwen3_moe interleaves "
-        "layers.*.mlp.experts.gate_up_proj, which checkpoints cannot store; remove tp_size, or use megatron_train if "
-        "it supports the architecture"
+        "actor_train: tp_size is 2, and tensor parallelism does not split the experts of the architecture qwen3_moe; "
+        "set ep_size too, such as to 2, or remove tp_size"
     )
-    check_engines(config(Qwen3MoeConfig(**SHAPE, **heads, **experts)))

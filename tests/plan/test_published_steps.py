@@ -150,3 +150,25 @@ def test_the_expected_mfu_is_that_of_a_published_step_with_less_recomputed(
     print(f"{run}, {estimate.compiled} compiled: MFU {estimate.mfu:.3f} in {least:.3f} to {most:.3f}, {slowest}")
     assert estimate.fits
     assert least <= estimate.mfu <= most
+
+
+QWEN, DEEPSEEK = "Qwen3-30B-A3B", "DeepSeek-V3"
+
+
+@pytest.mark.parametrize(
+    ("run", "sizes", "least", "most"),
+    [
+        (PlannedRun(QWEN, 16, 64, is_lora=False), {}, 0.04, 0.05),
+        (PlannedRun(QWEN, 16, 64, is_lora=False), {"ep_size": 8}, 0.17, 0.19),
+        (PlannedRun(QWEN, 64, 256, is_lora=False), {}, 0.04, 0.05),
+        (PlannedRun(QWEN, 64, 256, is_lora=False), {"ep_size": 8}, 0.19, 0.21),
+        (PlannedRun(DEEPSEEK, 256, 512, is_lora=False), {}, 0.004, 0.006),
+        (PlannedRun(DEEPSEEK, 256, 512, is_lora=False), {"ep_size": 64}, 0.08, 0.09),
+    ],
+    ids=str,
+)
+def test_the_expected_mfu_of_experts_is_that_of_the_docs(run, sizes, least, most, tmp_path):
+    recomputing = ({"gradient_checkpointing": recompute} for recompute in ("selective", "full"))
+    estimate = estimate_of(run, tmp_path)
+    found = [estimate.but(strategy=sizes, training=training).with_chosen_budget() for training in recomputing]
+    assert least <= max(each.mfu for each in found if each.fits or not any(other.fits for other in found)) <= most

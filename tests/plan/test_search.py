@@ -156,3 +156,16 @@ def test_overrides_are_json_values(searched):
     for override in found[0].overrides:
         key, _, value = override.partition("=")
         assert found[0].changes[key] == json.loads(value)
+
+
+def test_the_search_splits_experts(tmp_path):
+    estimate = estimate_of(PlannedRun("Qwen3-30B-A3B", 16, 64, is_lora=False), tmp_path)
+    cheapest = cheaper_meshes(estimate)[0]
+    assert cheapest.estimate.dims.ep > 1
+    assert any(text.endswith(f"ep_size={cheapest.estimate.dims.ep}") for text in cheapest.overrides)
+    assert cheapest.estimate.step_seconds < estimate.step_seconds / 3
+
+
+def test_only_experts_are_split(tmp_path):
+    estimate = estimate_of(PlannedRun("Llama-3-8B", 8, 64, is_lora=False), tmp_path)
+    assert {dims.ep for dims in possible_meshes(estimate)} == {1}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from tests.support.planned_runs import PLANNED_RUNS, PlannedRun, proposed
 from tests.support.published_models import save_config
@@ -67,6 +67,16 @@ IN_CI = [
     Simulated("tiny, first stage", "tiny", 32, ALL_AXES, 0.225, TINY, 1_395, recompute="off", stage="first"),
     Simulated("tiny, ZeRO-1, rows split", "tiny", 32, SPLIT_ONCE, 0.073, {"dp_shard": 0.0073, "tp": 0.64}, 3_580),
     Simulated("tiny, flash kernels", "tiny", 4, {}, 0.174, {"dp_shard": 0.065}, 3_930, attention="varlen"),
+    Simulated(
+        "tiny experts",
+        "tiny-experts",
+        8,
+        {"cp_size": 2, "ep_size": 4},
+        0.238,
+        {"dp_shard": 0.083, "cp": 0.156, "ep": 0.62},
+        6_930,
+        waits=33,
+    ),
     Simulated("8B on 8", "Llama-3-8B", 8, {}, 27, {"dp_shard": 115}, 14_000),
 ]
 BY_HAND = [
@@ -109,7 +119,45 @@ BY_HAND = [
         )
         for stage, peak, operations in (("first", 27, 15_500), ("last", 10.9, 16_700))
     ),
-    Simulated("experts on 16", "Qwen3-30B-A3B", 16, {}, 42.8, {"dp_shard": 465}, 33_000),
+    Simulated("experts on 16", "Qwen3-30B-A3B", 16, {}, 43.3, {"dp_shard": 465}, 32_500),
+    *(
+        Simulated(
+            f"experts on {num_gpus}, {name}",
+            "Qwen3-30B-A3B",
+            num_gpus,
+            axes,
+            peak,
+            wire,
+            39_000,
+            recompute=recompute,
+            waits=waits,
+        )
+        for num_gpus, name, axes, recompute, peak, wire, waits in (
+            (64, "no ep", {}, "full", 19.8, {"dp_shard": 495}, 1),
+            (16, "ep 8", {"ep_size": 8}, "full", 39.5, {"dp_shard": 53.5, "ep": 139}, 193),
+            (64, "ep 8", {"ep_size": 8}, "full", 16, {"dp_shard": 77, "ep": 139}, 193),
+            (
+                16,
+                "tp 2, ep 16",
+                {"tp_size": 2, "ep_size": 16},
+                "full",
+                37.5,
+                {"dp_shard": 11.3, "tp": 33.4, "ep": 74.5},
+                193,
+            ),
+        )
+    ),
+    Simulated("DeepSeek-V3 on 256", "DeepSeek-V3", 256, {}, 182, {"dp_shard": 11_000}, 54_800),
+    Simulated(
+        "DeepSeek-V3 on 256, ep 64",
+        "DeepSeek-V3",
+        256,
+        {"ep_size": 64},
+        75,
+        {"dp_shard": 410, "ep": 660},
+        62_500,
+        waits=233,
+    ),
 ]
 
 
@@ -124,13 +172,25 @@ def models(tmp_path_factory) -> Path:
         num_attention_heads=16,
         num_key_value_heads=8,
     )
-    tiny.save_pretrained(directory / "tiny")
-    save_small_tokenizer(directory / "tiny")
+    experts = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=16,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=256,
+    )
+    for name, config in (("tiny", tiny), ("tiny-experts", experts)):
+        config.save_pretrained(directory / name)
+        save_small_tokenizer(directory / name)
     return directory
 
 
 def simulated(run: Simulated, models: Path) -> SimulatedRank:
-    path = models / run.model if run.model == "tiny" else save_config(models / run.model, run.model)
+    path = models / run.model if run.model.startswith("tiny") else save_config(models / run.model, run.model)
     model_args: dict[str, Any] = {"attn_implementation": run.attention, **({"lora_rank": 16} if run.is_lora else {})}
     config = parse_config(
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.support.small_runs import save_small_tokenizer
 
@@ -56,6 +56,11 @@ def _qwen_with_experts() -> Qwen3MoeConfig:
     )
 
 
+def _deepseek() -> DeepseekV3Config:
+    # the defaults of transformers are the model's
+    return DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"])
+
+
 def config_of(name: str) -> PreTrainedConfig:
     """The config of a model by its published name."""
     configs = {
@@ -65,6 +70,7 @@ def config_of(name: str) -> PreTrainedConfig:
         "Llama-3-8B": lambda: _llama(4096, 14336, 32, 32),
         "Llama-3-70B": lambda: _llama(8192, 28672, 80, 64),
         "Qwen3-30B-A3B": _qwen_with_experts,
+        "DeepSeek-V3": _deepseek,
         "Llama-3.1-405B": lambda: _llama(16384, 53248, 126, 128),
     }
     return configs[name]()
@@ -79,6 +85,7 @@ NUM_PARAMETERS = {
     "Llama-3-8B": 8_030_261_248,
     "Llama-3-70B": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,
+    "DeepSeek-V3": 671_026_404_352,
 }
 
 

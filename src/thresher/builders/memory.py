@@ -27,7 +27,10 @@ from thresher.models.router import num_experts
 
 # share of a GPU for its context, fragmentation and the workspaces of kernels
 RESERVED = 0.08
+# rows of the process whose experts get most, in those of a balanced one: assumed
+IMBALANCE = 1.2
 _FP32 = 4
+_STACKED = 3  # dimensions
 _WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 
 
@@ -42,6 +45,9 @@ class Elements:
     def __add__(self, other: Elements) -> Elements:
         return Elements(self.total + other.total, self.trained + other.trained, self.narrow + other.narrow)
 
+    def __sub__(self, other: Elements) -> Elements:
+        return self + other * -1
+
     def __mul__(self, share: float) -> Elements:
         return Elements(share * self.total, share * self.trained, share * self.narrow)
 
@@ -51,6 +57,7 @@ class ModelSize:
     """Sizes of a model, adapters included."""
 
     matrices: Elements  # of all layers
+    experts: Elements  # of them, those of stacked experts
     active: Elements  # of them, what a token multiplies with: of experts, the chosen ones
     embedding: Elements
     head: Elements  # equal to the embedding if tied
@@ -64,6 +71,7 @@ class ModelSize:
     head_dim: int
     width: int  # columns of the MLP that a token computes
     experts_per_token: int  # 0 in a dense model
+    expert_layers: int
     adapted_inputs: int  # adapters of a layer that read a norm
     is_llama_like: bool  # the memory-efficient layers support it
     attention_share: float  # of the layers; the others carry state, or are MLPs
@@ -90,12 +98,13 @@ class ModelSize:
         def count(parameters: Iterable[nn.Parameter], experts_share: float = 1.0) -> Elements:
             found = Elements()
             for p in parameters:
-                numel = p.numel() * (experts_share if p.ndim == 3 else 1.0)
+                numel = p.numel() * (experts_share if p.ndim == _STACKED else 1.0)
                 found += Elements(numel, numel * p.requires_grad, numel * (p.dtype != stored))
             return found
 
         return cls(
             matrices=count(matrices),
+            experts=count(p for p in matrices if p.ndim == _STACKED),
             active=count(matrices, chosen / experts if experts else 1.0),
             embedding=count([embedding]),
             head=count([head]),
@@ -109,10 +118,21 @@ class ModelSize:
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
             width=int(width) * (chosen if experts else 1),
             experts_per_token=chosen if experts else 0,
+            expert_layers=sum(any(p.ndim == _STACKED for p in layer.parameters()) for layer in layers),
             adapted_inputs=sum(not name.startswith(("self_attn.o_proj", "mlp.down_proj")) for name in adapted),
             is_llama_like=is_llama_like(layers[0]),
             attention_share=1 - sum(kind in _WITHOUT_ATTENTION for kind in kinds) / max(1, len(kinds)),
         )
+
+    @property
+    def experts_share(self) -> float:
+        """Of what a token multiplies with."""
+        return 1 - (self.matrices - self.experts).total / self.active.total
+
+    @property
+    def has_narrow_experts(self) -> bool:
+        """Whether their last product has few FLOPs per element of its result."""
+        return 0 < 2 * self.width < self.hidden * self.experts_per_token
 
     @property
     def parameters(self) -> Elements:
@@ -138,6 +158,7 @@ class Process:
     packs_rows: bool  # the layout packs rows; a padded one needs more per row
     reference: Literal["adapter", "copy"] | None = None  # how these processes score it in each step
     stage: int = 0
+    imbalance: float = IMBALANCE  # of expert parallelism
 
     @property
     def recompute(self) -> Recompute:
@@ -159,7 +180,33 @@ class Process:
     @property
     def matrices(self) -> Elements:
         """Of its layers, before FSDP2 shards them."""
-        return self.size.matrices * (self.num_layers / self.size.num_layers / self.dims.tp)
+        dense = self.size.matrices - self.size.experts
+        return dense * (self.num_layers / self.size.num_layers / self.dims.tp) + self.experts
+
+    @property
+    def experts(self) -> Elements:
+        """Of its layers, before FSDP2 shards them."""
+        return self.size.experts * (self.num_layers / self.size.num_layers / self.dims.ep)
+
+    @property
+    def shards(self) -> Elements:
+        """What it holds between steps."""
+        dense = self.elements - self.experts
+        return dense * (1 / self.dims.fsdp_size) + self.experts * (1 / self.dims.ep_shard)
+
+    @property
+    def expert_rows(self) -> float:
+        """Rows of experts for each row of the process."""
+        return self.size.experts_per_token * self._spread
+
+    @property
+    def width(self) -> float:
+        """Columns of the MLP that it computes for each of its rows."""
+        return self.size.width * (self._spread if self.size.expert_layers else 1 / self.dims.tp)
+
+    @property
+    def _spread(self) -> float:
+        return self.imbalance / self.dims.tp if self.dims.ep > 1 else 1 / self.dims.tp
 
     @property
     def embedding(self) -> Elements:
@@ -190,6 +237,11 @@ class Process:
         """Of keys, and of values; padded rows repeat them for each query head."""
         heads = self.size.kv_heads if self.packs_rows else self.size.heads
         return heads * self.size.head_dim / self.dims.tp
+
+    @property
+    def slowest(self) -> float:
+        """Time of the process whose experts get most rows, in that of a balanced one."""
+        return 1 + (self.imbalance - 1) * self.size.experts_share if self.dims.ep > 1 else 1.0
 
     def in_flight(self, micro_batches: int) -> float:
         """Micro-batches whose activations it holds at once."""
@@ -228,7 +280,7 @@ def held_memory(process: Process) -> Memory:
     """Shards of weights, gradients and AdamW's two moments; offloaded ones are in host memory."""
     if process.settings.cpu_offload:
         return Memory()
-    elements, stored = process.elements * (1 / process.dims.fsdp_size), process.stored
+    elements, stored = process.shards, process.stored
     weights = stored * elements.total - (stored - process.compute) * elements.narrow
     reference = stored * elements.total if process.reference == "copy" else 0
     return Memory(weights, stored * elements.trained, 2 * stored * elements.trained, reference)
@@ -238,9 +290,9 @@ def peak_memory(process: Process, rows: int, scored: int, micro_batches: int) ->
     """The peak of a step of several micro-batches, the largest with these rows and scored rows."""
     held, in_flight = held_memory(process), process.in_flight(micro_batches)
     gradients = held.gradients
-    if process.settings.zero_stage == 1 and process.dims.fsdp_size > 1 and micro_batches > 1:
+    if process.settings.zero_stage == 1 and process.dims.uses_fsdp and micro_batches > 1:
         gradients = process.stored * process.elements.trained  # whole ones, added up before they are reduced
-    if (process.dims.tp > 1 and gradients > held.gradients) or process.dims.fsdp_size == 1:
+    if (process.dims.tp > 1 and gradients > held.gradients) or not process.dims.uses_fsdp:
         # the embedding's gradient is a partial sum of the whole matrix until the end of a step
         gradients += process.stored * (process.dims.tp - 1) * process.embedding.trained
     # gradients exist from the first backward on, when one micro-batch less is in flight
@@ -265,11 +317,11 @@ def _moments(
     saved = in_flight * process.num_layers * kept + _pipeline_buffers(process, hidden, in_flight, micro_batches)
     saved += 2 * stored * rows * size.head_dim  # rotary embeddings
     # gradients of gate, up and their product, and of the residual stream; the layer's activations, computed again
-    working = 2 * compute * rows * size.width / dims.tp + 2 * hidden + whole - kept
+    working = 2 * compute * rows * process.width + 2 * hidden + whole - kept
     if process.settings.sequence_parallel:
         working += 2 * compute * rows * size.hidden
     yield kept_layers + of_layer, saved + working, 0.0
-    is_sharded = dims.fsdp_size > 1
+    is_sharded = dims.uses_fsdp
     if process.is_last and in_flight >= 1:
         vocab, head = max(1, size.vocab // dims.tp), process.head
         columns = slice_width(vocab, max(1, scored), on_gpu=True)
@@ -294,7 +346,7 @@ def _gathered(process: Process) -> tuple[float, float]:
     """Bytes of weights in the compute precision that stay from forward to backward, and of a layer's backward."""
     compute, matrices = process.compute, process.matrices
     layer = matrices * (1 / process.num_layers)
-    if process.dims.fsdp_size > 1:
+    if process.dims.uses_fsdp:
         gradients = (process.stored + compute) * layer.trained
         # a tied matrix stays gathered, and with ZeRO-1 everything does
         outer = process.stored * (process.head.total if process.size.tied else 0)
@@ -313,7 +365,7 @@ def _gathered(process: Process) -> tuple[float, float]:
 def _saved_per_row(process: Process, recompute: Recompute) -> float:
     """Bytes that a layer keeps of a row for the backward, its input included."""
     size, stored, compute, tp = process.size, process.stored, process.compute, process.dims.tp
-    width, queries, keys = size.width / tp, process.query_columns, process.key_columns
+    width, queries, keys = process.width, process.query_columns, process.key_columns
     kept_input = stored * process.row_columns
     if recompute != "off":
         kept_input = 0 if process.training.activation_offload else kept_input
@@ -327,13 +379,13 @@ def _saved_per_row(process: Process, recompute: Recompute) -> float:
     is_lean = process.packs_rows and size.is_llama_like
     # inputs of the matrices that read a norm: one per norm, or one per matrix; PEFT casts one per adapter
     inputs = 2.0 if is_lean else 5.0
-    if size.adapted_inputs and process.dims.fsdp_size == 1 and compute != stored:
+    if size.adapted_inputs and not process.dims.uses_fsdp and compute != stored:
         inputs = size.adapted_inputs
     norms = stored * process.row_columns + compute * inputs * size.hidden
     if not is_lean and size.others.trained:
         norms += 2 * stored * size.hidden  # their normalized inputs
     # gate, up and their product; the activation unless it is computed again, and copies of the input of each expert
-    mlp = compute * ((3 if is_lean else 4) * width + 2 * size.hidden * size.experts_per_token)
+    mlp = compute * ((3 if is_lean else 4) * width + 3 * size.hidden * process.expert_rows)
     return kept_input + attention + norms + mlp + (compute * queries if process.dims.cp > 1 else 0)
 
 

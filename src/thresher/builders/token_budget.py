@@ -152,11 +152,11 @@ def _tokens_that_hide_fsdp(process: Process, gpu: Hardware, gpus_per_node: int) 
     Without such messages 0, and in a pipeline too: larger micro-batches leave too few of them.
     """
     dims, trained = process.dims, process.size.active.trained / process.size.active.total
-    if dims.fsdp_size == 1 or process.settings.zero_stage == 1 or dims.pp > 1:
+    if not dims.uses_fsdp or process.settings.zero_stage == 1 or dims.pp > 1:
         return 0.0
     gathers = 2 if process.settings.zero_stage == 3 else 1
     bytes_per_element = gathers * process.compute + process.stored * trained
     products_per_token = 4 + 2 * trained + (2 if process.recompute == "full" else 0)
-    experts = process.size.matrices.total / process.size.active.total
-    seconds_per_element = bytes_per_element * experts / gpu.link(dims.fsdp_size * dims.tp, gpus_per_node)
+    gathered = process.matrices.total * dims.tp / process.size.active.total
+    seconds_per_element = bytes_per_element * gathered / gpu.link(dims.fsdp_size * dims.tp, gpus_per_node)
     return seconds_per_element * COMPUTE_RATES["layers"] * gpu.peak_flops / products_per_token

@@ -70,8 +70,8 @@ class ModelArgs(Section):
     trust_remote_code: bool = False
     """Run Python code from the repositories of model and tokenizer; only for those that you trust."""
     moe_aux_loss_coef: NonNegative | None = None
-    """Weight of a mixture-of-experts model's load-balancing loss; off when absent or 0. Costs one more forward; unlike
-    in transformers, the last token of a sequence does not count."""
+    """Weight of a mixture-of-experts model's load-balancing loss, over all tokens of a step; off when absent or 0.
+    Costs one more forward."""
     freeze_module_prefix: Prefixes = []
     """Prefixes of parameters that are not trained, such as `model.embed_tokens`: a list, or joined with commas."""
     lora_rank: PositiveInt | None = None
@@ -87,7 +87,8 @@ class ModelArgs(Section):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapters; all other dropout is disabled."""
     lora_target: LoraTargets = ["all-linear"]
-    """Modules that get an adapter, as a list or joined with commas; `all` means `all-linear`."""
+    """Modules that get an adapter, as a list or joined with commas; `all` means `all-linear`, without stacked experts:
+    add `experts.gate_up_proj` and `experts.down_proj` for them."""
 
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:

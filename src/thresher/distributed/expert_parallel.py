@@ -60,8 +60,7 @@ class ExpertParallel:
         counts = by_slot.new_zeros(self.mesh.size() * num_local).scatter_add_(0, by_slot, torch.ones_like(by_slot))
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.mesh.get_group())
-        by_process = torch.stack([counts, coming]).view(2, self.mesh.size(), num_local).sum(-1)
-        sent, received = by_process.tolist()  # the only wait of the host
+        sent, received = read_sizes(torch.stack([counts, coming]).view(2, self.mesh.size(), num_local).sum(-1), by_slot)
         local = torch.arange(num_local, device=rows.device).repeat(self.mesh.size())
         arrived = self._exchange(rows[order // per_row].to(dtype), sent, received)
         out = _compute_any(experts, arrived, local.repeat_interleave(coming, output_size=sum(received)))
@@ -73,6 +72,12 @@ class ExpertParallel:
     def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         moved: Tensor = _Exchange.apply(rows, sent, received, self.mesh.get_group())  # type: ignore[no-untyped-call]
         return moved
+
+
+def read_sizes(by_process: Tensor, by_slot: Tensor) -> tuple[list[int], list[int]]:  # noqa: ARG001  # a simulation's
+    """Read how many rows travel to each process, and from each: the only wait of the host."""
+    sent, received = by_process.tolist()
+    return sent, received
 
 
 def _compute_any(experts: Experts, rows: Tensor, chosen: Tensor) -> Tensor:

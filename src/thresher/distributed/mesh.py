@@ -53,6 +53,11 @@ class ParallelDims:
         return self.dp_shard * self.cp
 
     @property
+    def ep_shard(self) -> int:
+        """FSDP shards of the experts of a process."""
+        return self.fsdp_size * self.tp // self.ep
+
+    @property
     def uses_fsdp(self) -> bool:
         return self.fsdp_size > 1 or self.ep > 1
 
@@ -79,8 +84,8 @@ class Mesh:
         mesh["pp", "dp_replicate", "dp_shard"]._flatten("metrics")
         if dims.ep == 1:
             return cls(dims, mesh)
-        experts = mesh["dp_shard", "cp", "tp"]._flatten("experts")
-        return cls(dims, mesh, experts._unflatten(0, (experts.size() // dims.ep, dims.ep), ("ep_shard", "ep")))
+        experts = mesh["shard"] if dims.tp == 1 else mesh["dp_shard", "cp", "tp"]._flatten("experts")
+        return cls(dims, mesh, experts._unflatten(0, (dims.ep_shard, dims.ep), ("ep_shard", "ep")))
 
     def data_parallel_group(self) -> DataParallelGroup:
         data = self.group("data")

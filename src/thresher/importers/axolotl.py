@@ -222,9 +222,10 @@ _OWN: r.Table = {
     ),
     **r.lack(
         "adapters are the same in every layer",
-        "lora_rank_pattern lora_alpha_pattern lora_target_parameters peft_layers_to_transform peft_layers_pattern "
-        "peft_layer_replication peft_trainable_token_indices",
+        "lora_rank_pattern lora_alpha_pattern peft_layers_to_transform peft_layers_pattern peft_layer_replication "
+        "peft_trainable_token_indices",
     ),
+    "lora_target_parameters": r.lacks("name them in lora_target, with the modules"),
     **r.lack(r.ONE_OPTIMIZER, "adam_beta3 adam_epsilon2 jagged_restart_steps lisa_n_layers"),
     **r.lack("there is no such schedule", "cosine_constant_lr_ratio lr_quadratic_warmup lr_div_factor"),
     **r.lack(r.OTHER_METHOD, "process_reward_model use_eaft trainer_cls"),

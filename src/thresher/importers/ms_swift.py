@@ -132,10 +132,12 @@ _OWN: r.Table = {
     **r.lack(r.REFERENCE_ADAPTER, "ref_adapters ref_adapter_name mcore_adapter"),
     "adapters": r.ADAPTER,
     **dict.fromkeys(_TUNER_KEYS, r.lora_switch("full or lora", full="full")),
-    **r.lora_rules(_is_lora, "lora_rank", targets="target_modules", rslora="use_rslora"),
+    **r.lora_rules(
+        _is_lora, "lora_rank", targets="target_modules", parameters="target_parameters", rslora="use_rslora"
+    ),
     "use_dora": r.lacks(r.DORA),
     "modules_to_save": r.MODULES_TO_SAVE,
-    **r.lack("adapters are on named modules", "target_regex target_parameters"),
+    "target_regex": r.lacks("adapters are on named modules"),
     "init_weights": r.LORA_INIT,
     "lora_bias": r.lacks("biases are not trained", "none"),
     "lorap_lr_ratio": r.lacks(r.ONE_RATE),

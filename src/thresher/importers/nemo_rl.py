@@ -15,7 +15,12 @@ _HUB = {
     "Tulu3Preference": "hf://allenai/llama-3.1-tulu-3-8b-preference-mixture",
     "HelpSteer3": "hf://nvidia/HelpSteer3:{split}:preference",
 }
-_SIZES = {"tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "dp_replicate_size": "dp_replicate"}
+_SIZES = {
+    "tensor_parallel_size": "tp_size",
+    "context_parallel_size": "cp_size",
+    "expert_parallel_size": "ep_size",
+    "dp_replicate_size": "dp_replicate",
+}
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -218,7 +223,7 @@ dpo.val_batches dpo.val_global_batch_size logger.gpu_monitoring* logger.mlflow.e
 logger.monitor_gpus logger.num_val_samples_to_print logger.swanlab* logger.tensorboard logger.tensorboard.*
 policy.dtensor_cfg._v2 policy.dtensor_cfg.automodel_kwargs* policy.dtensor_cfg.clear_cache_every_n_steps
 policy.dtensor_cfg.custom_parallel_plan policy.dtensor_cfg.defer_fsdp_grad_sync policy.dtensor_cfg.enabled
-policy.dtensor_cfg.env_vars* policy.dtensor_cfg.expert_parallel_size policy.dtensor_cfg.lora_cfg.match_all_linear
+policy.dtensor_cfg.env_vars* policy.dtensor_cfg.lora_cfg.match_all_linear
 policy.dtensor_cfg.lora_cfg.use_triton policy.dtensor_cfg.moe_parallelizer* policy.dtensor_cfg.sequence_parallel
 policy.dynamic_batching* policy.generation* policy.logprob_batch_size policy.make_sequence_length_divisible_by
 policy.offload_optimizer_for_logprob policy.optimizer.kwargs.foreach policy.optimizer.kwargs.fused

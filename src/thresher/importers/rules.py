@@ -288,6 +288,7 @@ def lora_rules(
     alpha: str = "lora_alpha",
     dropout: str = "lora_dropout",
     targets: str = "",
+    parameters: str = "",
     rslora: str = "",
 ) -> Table:
     """Make the rules for a LoRA adapter from the trainer's names of its settings."""
@@ -303,8 +304,15 @@ def lora_rules(
         alpha: only_if(is_lora, f"{MODEL}lora_alpha", "LoRA is off", scaled),
         dropout: only_if(is_lora, f"{MODEL}lora_dropout", "LoRA is off"),
     }
+
+    def all_targets(value: Any, run: Translation) -> list[str]:
+        named = run.get(parameters) if parameters else None
+        return [*lora_targets(value, run), *(() if named is None else lora_targets(named, run))]
+
     if targets:
-        rules[targets] = only_if(is_lora, f"{MODEL}lora_target", "LoRA is off", lora_targets)
+        rules[targets] = only_if(is_lora, f"{MODEL}lora_target", "LoRA is off", all_targets)
+    if parameters:
+        rules[parameters] = part_of(targets, f"{MODEL}lora_target")
     return rules | ({rslora: part_of(alpha, f"{MODEL}lora_alpha")} if rslora else {})
 
 

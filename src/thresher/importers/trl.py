@@ -151,9 +151,10 @@ TABLE: r.Table = {
     "precompute_ref_log_probs": r.switch("reference.mode", "precompute", off="the mode does not change numbers"),
     "precompute_ref_batch_size": r.to("reference.infer_batch_size"),
     "use_peft": r.lora_switch("read with `lora_r`"),
-    **r.lora_rules(_is_lora, "lora_r", targets="lora_target_modules", rslora="use_rslora"),
+    **r.lora_rules(
+        _is_lora, "lora_r", targets="lora_target_modules", parameters="lora_target_parameters", rslora="use_rslora"
+    ),
     "use_dora": r.lacks(r.DORA),
-    "lora_target_parameters": r.lacks("adapters are on modules, not on parameters"),
     "lora_modules_to_save": r.MODULES_TO_SAVE,
     **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit"),
     **dict.fromkeys(("dtype", "torch_dtype"), r.by(_set_weight_dtype, f"{MODEL}dtype", f"{MODEL}master_dtype")),

@@ -21,6 +21,7 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.check import check_axes, why_not_sequence_parallel
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.errors import UserError
+from thresher.models.router import num_experts, splits_experts
 from thresher.plan.step import (
     Cluster,
     Flops,
@@ -124,6 +125,12 @@ class Estimate:
         return why_not_sequence_parallel(model, self.parts.layout, has_lora=self.config.uses_lora) is None
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a layer that expert parallelism can split; 0 without any."""
+        text = self.parts.model_configs[self.parts.policy_path].get_text_config()
+        return num_experts(text) if splits_experts(text) else 0
+
+    @property
     def pairs_per_step(self) -> int:
         return self.config.actor_train.training_args.pairs_per_step(self.dims.num_data_ranks)
 
@@ -209,15 +216,14 @@ class Estimate:
     @property
     def checkpoint_bytes(self) -> float:
         """Weights and both moments of the trained shards of a process; one of the replicas writes them."""
-        trained = max(process.elements.trained for process in self.processes.values())
-        return 3 * self.process.stored * trained / self.dims.fsdp_size
+        return 3 * self.process.stored * max(process.shards.trained for process in self.processes.values())
 
     @property
     def loaded_bytes_per_node(self) -> float:
         """Bytes that the processes of a node read when a run starts, in the precision of most model files."""
         num_gpus = min(self.cluster.gpus_per_node, self.cluster.num_gpus)
         # replicas of a shard read a part of it each
-        return 2 * self.process.elements.total / self.dims.fsdp_size * num_gpus / self.dims.dp_replicate
+        return 2 * self.process.shards.total * num_gpus / self.dims.dp_replicate
 
     @property
     def usable_memory(self) -> float:

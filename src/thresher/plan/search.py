@@ -7,6 +7,7 @@ budget. The pairs per step stay the same.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -68,6 +69,8 @@ def _candidates(estimate: Estimate) -> Iterator[tuple[str, dict[str, Any]]]:
         yield _written(training=full)
     if dims.dp_replicate > 1:
         yield _written(strategy={"dp_replicate": 1})
+    if dims.ep == 1 and estimate.num_experts:
+        yield _written(strategy={"ep_size": min(cluster.gpus_per_node, cluster.num_gpus)})
     for tp in (2, 4, 8):
         if dims.tp < tp <= min(cluster.gpus_per_node, cluster.num_gpus):
             yield _written(strategy={"tp_size": tp, **({"sequence_parallel": True} if splits_rows else {})})
@@ -114,7 +117,7 @@ def search_meshes(estimate: Estimate) -> list[Proposal]:
 
 
 def possible_meshes(estimate: Estimate) -> Iterator[ParallelDims]:
-    """Every division of the GPUs, with tp and cp within a node unless the config's are not."""
+    """Every division of the GPUs, and of experts; with tp and cp within a node unless the config's are not."""
     cluster, own = estimate.cluster, estimate.dims
     most_inner = max(min(cluster.gpus_per_node, cluster.num_gpus), own.tp * own.cp)
     for tp in _divisors(cluster.num_gpus):
@@ -126,7 +129,9 @@ def possible_meshes(estimate: Estimate) -> Iterator[ParallelDims]:
                 if num_data_ranks > estimate.pairs_per_step or pp > estimate.known.size.num_layers:
                     continue
                 for replicas in _divisors(num_data_ranks):
-                    yield ParallelDims(pp, replicas, num_data_ranks // replicas, cp, tp)
+                    shards = num_data_ranks // replicas
+                    for ep in _divisors(math.gcd(shards * cp * tp, estimate.num_experts or 1)):
+                        yield ParallelDims(pp, replicas, shards, cp, tp, ep)
 
 
 def _divisors(number: int) -> list[int]:
@@ -139,6 +144,7 @@ def fastest_of_mesh(estimate: Estimate, dims: ParallelDims) -> Estimate | None:
         "tp_size": dims.tp,
         "cp_size": dims.cp,
         "pp_size": dims.pp,
+        "ep_size": dims.ep,
         "dp_replicate": dims.dp_replicate,
         "virtual_pp_size": estimate.settings.virtual_pp_size if dims.pp > 1 else 1,
         "sequence_parallel": False,
@@ -175,7 +181,7 @@ def fastest_of_mesh(estimate: Estimate, dims: ParallelDims) -> Estimate | None:
 def _strategies(estimate: Estimate, dims: ParallelDims) -> Iterator[dict[str, Any]]:
     """ZeRO stages, from the least memory on, each with and without sequence parallelism."""
     splits = (False, True) if dims.tp > 1 and estimate.allows_sequence_parallel else (False,)
-    for zero_stage, splits_rows in product((3,) if dims.fsdp_size == 1 else (3, 2, 1), splits):
+    for zero_stage, splits_rows in product((3, 2, 1) if dims.uses_fsdp else (3,), splits):
         yield {"zero_stage": zero_stage, "sequence_parallel": splits_rows}
 
 

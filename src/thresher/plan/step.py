@@ -17,8 +17,9 @@ from thresher.distributed.mesh import ParallelDims
 from thresher.models.optimizations.recompute import Recompute
 from thresher.plan.workload import Rows
 
-MeshDim = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp"]
-# share of a layer's forward that the backward repeats; selective recomputation keeps the results of products
+MeshDim = Literal["dp_shard", "dp_replicate", "tp", "cp", "ep", "pp"]
+# share of a layer's forward that the backward repeats; selective recomputation keeps the results of products, but those
+# with a narrow inner dimension, such as the last ones of small experts
 RECOMPUTED: Mapping[Recompute, float] = {"off": 0.0, "selective": 0.0, "full": 1.0}
 # AdamW reads weights, gradients and two moments, and writes all but the gradients
 _OPTIMIZER_PASSES = 7
@@ -36,8 +37,16 @@ class Cluster:
     def bandwidth(self, mesh_dim: MeshDim, dims: ParallelDims) -> float:
         """Bytes per second of a group. Inner mesh dimensions are on adjacent ranks."""
         inner = dims.tp * dims.cp * dims.dp_shard
-        extents = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp_shard": inner, "dp_replicate": inner * dims.dp_replicate}
+        extents = {"tp": dims.tp, "cp": dims.tp * dims.cp, "ep": dims.ep, "dp_shard": inner}
+        extents["dp_replicate"] = inner * dims.dp_replicate
         return self.gpu.link(extents.get(mesh_dim, self.num_gpus), self.gpus_per_node)
+
+    def seconds(self, mesh_dim: MeshDim, dims: ParallelDims, sent: float) -> float:
+        """Time to send bytes along a mesh dimension."""
+        if mesh_dim == "ep" and dims.ep > self.gpus_per_node:
+            # no ring: what an all-to-all sends within a node does not cross the network
+            sent *= (dims.ep - self.gpus_per_node) / (dims.ep - 1)
+        return sent / self.bandwidth(mesh_dim, dims)
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,12 @@ def step_flops(process: Process, rows: Rows, mismatched: Rows | None = None) -> 
     head = 2 * rows.scored / dims.cp * process.head.total
     head_weight = 2 * rows.scored / dims.cp * process.head.trained
     again = RECOMPUTED[process.recompute]
+    experts_again = 0.0
+    if process.recompute == "selective" and process.size.has_narrow_experts:
+        experts_again = process.size.experts_share / 3
     return Flops(
         model=2 * products + weights + 3 * attention + 2 * head + head_weight,
-        recomputed=again * (products + attention) + attention / 2 + head,
+        recomputed=again * (products + attention) + experts_again * products + attention / 2 + head,
         reference=products + attention + head + scored_twice if scores else 0.0,
         mismatched=scored_twice,
     )
@@ -98,21 +110,28 @@ def wire_bytes(
     forwards = share + (process.reference is not None) * (1 + share)
     hidden = rows.total / dims.cp * size.hidden
     sent: dict[MeshDim, float] = {}
-    if dims.fsdp_size > 1:
+    if dims.uses_fsdp:
         # layers in the compute precision, with ZeRO-3 again in the backward; embedding and head once, as stored
-        layers, outer = compute * process.matrices.total, stored * (process.elements.total - process.matrices.total)
         times = 1 if settings.zero_stage == 1 else micro_batches
-        gathered = times * ((2 if settings.zero_stage == 3 else 1) * layers + outer)
-        gathered += gathers * micro_batches * (layers + outer)
-        reduced = times * (2 if settings.reduce_dtype == "bf16" else stored) * process.elements.trained
-        sent["dp_shard"] = _ring(dims.fsdp_size) * (gathered + reduced)
+        per_layer = times * (2 if settings.zero_stage == 3 else 1) + gathers * micro_batches
+        reduced = times * (2 if settings.reduce_dtype == "bf16" else stored)
+        outer = stored * (times + gathers * micro_batches) * (process.elements.total - process.matrices.total)
+        dense, experts = process.elements - process.experts, process.experts
+        gathered = compute * per_layer * (process.matrices.total - experts.total) + outer
+        sent["dp_shard"] = _ring(dims.fsdp_size) * (gathered + reduced * dense.trained)
+        of_experts = compute * per_layer * experts.total + reduced * experts.trained
+        sent["dp_shard"] += _ring(dims.ep_shard) * of_experts
     if dims.dp_replicate > 1:
-        shard = stored * process.elements.trained / dims.fsdp_size
-        sent["dp_replicate"] = 2 * _ring(dims.dp_replicate) * shard
+        sent["dp_replicate"] = 2 * _ring(dims.dp_replicate) * stored * process.shards.trained
     if dims.tp > 1:
         sent["tp"] = _ring(dims.tp) * (
             _tensor_parallel(process, forwards) * hidden + 2 * _FP32 * rows.scored * size.hidden
         )
+    if dims.ep > 1:
+        # rows travel to their experts and back in each pass, and so do their gradients
+        layers = process.num_layers * size.expert_layers / size.num_layers
+        again = process.recompute != "off"
+        sent["ep"] = _ring(dims.ep) * 2 * (2 + again + forwards) * layers * compute * hidden * process.expert_rows
     if dims.cp > 1:
         # queries, keys, values and outputs in each pass; keys and values repeated if there are fewer heads than ranks
         keys = process.key_columns * max(1, dims.cp * dims.tp // size.kv_heads)
@@ -144,7 +163,11 @@ def _tensor_parallel(process: Process, forwards: float) -> float:
         return layers * (8 + again + 4 * forwards) * compute + outside
     # sums after two matrices in the forward, and of the gradients of five inputs in the backward
     gradients = compute if process.packs_rows and process.size.is_llama_like else stored
-    return layers * (2 * (2 + full + 2 * forwards) * compute + 2 * 5 * gradients) + outside
+    dense = 2 * (2 + full + 2 * forwards) * compute + 2 * 5 * gradients
+    # rows of experts are divided, and gathered after them; their gradients before
+    routed = 2 * (1 + full + forwards) * compute + 2 * 3 * gradients + (2 + forwards) * stored
+    with_experts = process.size.expert_layers / process.size.num_layers
+    return layers * (with_experts * routed + (1 - with_experts) * dense) + outside
 
 
 @dataclass(frozen=True)
@@ -176,18 +199,18 @@ def step_time(
     """Expected time of a step.
 
     FSDP2 gathers and reduces while layers compute: what takes longer than they do is exposed. Products wait for the
-    messages of tp, cp and pp, and the optimizer for the sum over replicas.
+    messages of tp, cp, ep and pp, and the optimizer for the sum over replicas.
     """
     gpu, dims = cluster.gpu, process.dims
     flops = flops or step_flops(process, rows, mismatched)
-    compute = flops.total / (COMPUTE_RATES[compiled] * gpu.peak_flops)
-    trained = process.stored * process.elements.trained / dims.fsdp_size
+    compute = process.slowest * flops.total / (COMPUTE_RATES[compiled] * gpu.peak_flops)
+    trained = process.stored * process.shards.trained
     optimizer = _OPTIMIZER_PASSES * trained / (MEMORY_RATE * gpu.memory_bandwidth)
     sent = wire_bytes(process, rows, micro_batches, mismatched)
-    seconds = {mesh_dim: size / cluster.bandwidth(mesh_dim, dims) for mesh_dim, size in sent.items()}
+    seconds = {mesh_dim: cluster.seconds(mesh_dim, dims, size) for mesh_dim, size in sent.items()}
     # ZeRO-1 gathers in the first forward of a step, and reduces in the last backward
     covering = compute / max(1.0, micro_batches) if process.settings.zero_stage == 1 else compute
-    waiting = exposed_tp * seconds.get("tp", 0.0) + seconds.get("cp", 0.0)
+    waiting = exposed_tp * seconds.get("tp", 0.0) + seconds.get("cp", 0.0) + seconds.get("ep", 0.0)
     exposed = waiting + seconds.get("pp", 0.0) + seconds.get("dp_replicate", 0.0)
     exposed += max(0.0, seconds.get("dp_shard", 0.0) - covering)
     idle = (dims.pp - 1) / (max(dims.pp, micro_batches) * process.settings.virtual_pp_size)

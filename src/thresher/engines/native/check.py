@@ -14,6 +14,7 @@ from thresher.errors import UserError
 from thresher.models.branching_state import splits_over
 from thresher.models.layouts import Layout
 from thresher.models.loading.load_sharded import check_tensors
+from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
 from thresher.models.router import num_experts, splits_experts
@@ -43,7 +44,7 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
         )
     if is_replicated:
         return
-    check_tensors(spec.empty(), spec.path)
+    find_files_to_shard(spec.path)
     check_axes(settings, spec.world.size, spec.section, spec.model_config, spec.layout)
     if settings.sequence_parallel:
         reason = why_not_sequence_parallel(spec.model_config, spec.layout, has_lora=lora is not None)
@@ -61,6 +62,7 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             f"{spec.section}: pp_schedule {settings.pp_schedule} splits the backward, which {name} does not "
             "support; remove one of them"
         )
+    check_tensors(spec.empty(), spec.path)
 
 
 def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *, has_lora: bool) -> str | None:

@@ -6,6 +6,7 @@ that hold the same shards divide the tensors: each reads a part and sends it to 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from thresher.distributed.groups import SINGLE_PROCESS, Group
@@ -42,6 +44,8 @@ from thresher.models.loading.weight_files import (
 
 # rows of tied matrices to compare: a few hundred MB at most
 _ROWS_AT_ONCE = 4096
+# elements; no buffer has as many
+_LARGE = 1 << 24
 
 
 def build_on_meta(
@@ -103,12 +107,26 @@ def build_without_weights(
     auto_class = class_to_load(config, is_reward_model=is_reward_model)
     runs_code = trust_remote_code and auto_class.__name__ in (getattr(config, "auto_map", None) or {})
     code = {"code_revision": revision} if runs_code and revision is not None else {}
-    with translate_load_errors("model", path), init_empty_weights(include_buffers=False):
+    with translate_load_errors("model", path), init_empty_weights(include_buffers=False), _LargeOnMeta():
         model: PreTrainedModel = auto_class.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **code
         )
     model.tie_weights()
     return without_dropout(with_soft_caps(model, attn_implementation))
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors on the meta device: a parameter has memory until its module registers it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and _num_elements(args) > _LARGE:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _num_elements(sizes: Any) -> int:
+    return math.prod(sizes[0] if sizes and not isinstance(sizes[0], int) else sizes)
 
 
 @torch.no_grad()

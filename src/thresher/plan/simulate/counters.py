@@ -48,6 +48,15 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 _OWN = str(Path(__file__).resolve().parent)
 
 
+def _grouped_product(left: Any, right: Any, *_rest: Any, **_options: Any) -> int:
+    """FLOPs of rows times stacked matrices, or of the gradient of these; torch has no formula."""
+    rows, inner = left.shape[-2:]
+    return int(2 * rows * inner * right.shape[-1])
+
+
+_FORMULAS = {**flop_registry, _aten._grouped_mm: _grouped_product}
+
+
 class LiveBytes(TorchDispatchMode):
     """Live and peak bytes of the storages that operations return and of tensors given to `add`, on a device type."""
 
@@ -122,6 +131,7 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]  # of its process group, in the world
     device: str  # type of the device of the payload
     is_of_numbers: bool = False  # the payload is in fp64, so it is not a tensor of the model
+    of_mesh: str = ""  # the description of the group: `mesh_` and the dimension of a mesh
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -145,8 +155,14 @@ class CommunicationCounter(TorchDispatchMode):
                 first = args[1] if name in ("_reduce_scatter_base_", "alltoall_base_") else args[0]
                 payload = made if kind == "all_gather" and is_functional else first
                 tensors = [tensor for tensor in tree_leaves(payload) if isinstance(tensor, Tensor)]
-                ranks = tuple(get_process_group_ranks(_group_of(args)))
-                collective = Collective(kind, ranks, tensors[0].device.type, tensors[0].dtype == torch.float64)
+                group = _group_of(args)
+                collective = Collective(
+                    kind,
+                    tuple(get_process_group_ranks(group)),
+                    tensors[0].device.type,
+                    tensors[0].dtype == torch.float64,
+                    group.group_desc,
+                )
                 self.calls_of[collective] += 1
                 self.payloads[collective] += sum(tensor.nbytes for tensor in tensors)
         return made
@@ -177,7 +193,7 @@ class OperationCounter(TorchDispatchMode):
         tensors = [tensor for tensor in tree_leaves((args, made)) if isinstance(tensor, Tensor)]
         if func.namespace in ("aten", "fsdp") and any(tensor.device.type == self._device_type for tensor in tensors):
             self.operations += not func.is_view
-            if (count := flop_registry.get(func.overloadpacket)) is not None:
+            if (count := _FORMULAS.get(func.overloadpacket)) is not None:
                 self.flops[str(tensors[0].dtype).removeprefix("torch.")] += count(*args, **(kwargs or {}), out_val=made)
         return made
 

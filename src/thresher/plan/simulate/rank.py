@@ -25,6 +25,7 @@ from thresher.builders.inputs import find_layout
 from thresher.builders.objective import build_objective
 from thresher.config import parse_config
 from thresher.data.example import Example, ExampleBatch, Response
+from thresher.distributed import expert_parallel
 from thresher.distributed.groups import Group
 from thresher.distributed.mesh import MESH_DIMS, ParallelDims
 from thresher.distributed.tensors import copy_to_device
@@ -40,6 +41,7 @@ from thresher.models.loading.trained import TrainedParts
 from thresher.models.logps import base_model
 from thresher.observability.machine import peak_rss_bytes
 from thresher.plan.simulate.counters import (
+    Collective,
     CommunicationCounter,
     HostSide,
     LiveBytes,
@@ -58,6 +60,7 @@ def run_rank(request: RankRequest) -> RankResult:
     device = torch.device("cuda", 0)
     dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.num_processes)
     KERNELS["cuda"] = attention_without_values
+    expert_parallel.read_sizes = balanced_sizes
     leave_shapes_uncounted()
     layout = find_layout(parse_config(request.config))[1]  # before the mode: its probe compares values
     live, host = LiveBytes(device.type), HostSide()
@@ -152,15 +155,20 @@ def _counted(
     for each, payload in communication.payloads.items():
         on_host, size, calls = each.device == "cpu", len(each.ranks), communication.calls_of[each]
         is_of_step = on_host or each.is_of_numbers
-        mesh_dim: CountedDim = "step" if is_of_step else mesh_dim_of(each.kind, each.ranks, dims, request.rank)
+        mesh_dim: CountedDim = "step" if is_of_step else mesh_dim_of(each, dims, request.rank)
         key = mesh_dim, each.kind, size, on_host
         before = found.get(key, CountedCollective(mesh_dim, each.kind, size, 0, 0, on_host))
         found[key] = replace(before, calls=before.calls + calls, payload=before.payload + payload)
     return list(found.values())
 
 
-def mesh_dim_of(kind: Kind, ranks: tuple[int, ...], dims: ParallelDims, rank: int) -> CountedDim:
-    """The mesh dimension whose processes exchange device data in a group of ranks."""
+def mesh_dim_of(collective: Collective, dims: ParallelDims, rank: int) -> CountedDim:
+    """The mesh dimension whose processes exchange device data in a collective."""
+    kind, ranks = collective.kind, collective.ranks
+    if kind == "all_to_all":
+        return "cp" if collective.of_mesh == "mesh_cp" else "ep"
+    if collective.of_mesh == "mesh_ep_shard":
+        return "dp_shard"
     if kind in ("send", "receive", "broadcast"):
         return "pp"
     is_of_fsdp = kind in ("all_gather", "reduce_scatter")
@@ -205,6 +213,14 @@ class TrainedPartsWithoutValues(TrainedParts):
     def apply(self, model: PreTrainedModel, frozen_dtype: torch.dtype | None = None) -> nn.Module:
         with _disable_current_modes():
             return super().apply(model, frozen_dtype)
+
+
+def balanced_sizes(by_process: Tensor, by_slot: Tensor) -> tuple[list[int], list[int]]:
+    """Stand in for the sizes of messages between experts: every process has as many rows."""
+    by_process.sum().item()  # the host waits
+    size = by_process.shape[1]
+    sizes = [(len(by_slot) + rank) // size for rank in range(size)]
+    return sizes, sizes
 
 
 def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # mesh dimensions, and `step`: the norms and metrics that all ranks agree on
-CountedDim = Literal["dp_shard", "dp_replicate", "tp", "cp", "pp", "step"]
+CountedDim = Literal["dp_shard", "dp_replicate", "tp", "cp", "ep", "pp", "step"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive"]
 
 

@@ -39,7 +39,7 @@ class SimulatedRank:
 
 def simulate_stage(estimate: Estimate, stage: str, micro_batches: Sequence[Sequence[PairSizes]]) -> SimulatedRank:
     """Simulate the first rank of a stage of `estimate.processes`."""
-    process, layout = estimate.processes[stage], estimate.parts.layout
+    process, layout = replace(estimate.processes[stage], imbalance=1.0), estimate.parts.layout
     counted = _run(estimate, process.stage * (estimate.dims.num_processes // estimate.dims.pp), micro_batches)
     lengths = [np.array(sizes, dtype=np.uint32) for sizes in micro_batches]
     matched, mismatched = zip(*(split_mismatched(each, estimate.pairs.has_mismatched) for each in lengths), strict=True)
