@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, JetMoeConfig
 
 from tests.support.engines.agreement import assert_logs_of_one_process, assert_same_weights
 from tests.support.engines.expert_routes import with_fixed_routes
-from tests.support.engines.parity import LAYOUTS, Case, save_model, train_parallel, train_single_process
+from tests.support.engines.parity import LAYOUTS, Case, mesh_text, save_model, train_parallel, train_single_process
 from tests.support.small_runs import save_small_tokenizer
 from tests.support.tiny_models import EXPERT_FAMILIES
 from thresher.builders.engines import check_engine
@@ -25,8 +28,8 @@ pytestmark = pytest.mark.distributed
 SHARDED = (ParallelDims(dp_shard=2), ParallelDims(dp_shard=2, ep=2))
 
 
-def save(directory: Path, family: str, layout: str, seed: int) -> Path:
-    path = save_model(directory / layout / str(seed), family, seed, num_layers=2)
+def save(directory: Path, family: str, layout: str, seed: int, **changes: Any) -> Path:
+    path = save_model(directory / layout / str(seed), family, seed, num_layers=2, **changes)
     if layout == "stacked":
         model = AutoModelForCausalLM.from_pretrained(path)
         model.save_pretrained(path, save_original_format=False)
@@ -50,32 +53,57 @@ def test_three_steps_of_two_ranks_equal_one_process(family, layout, two_ranks, t
         assert_logs_of_one_process(outcomes, alone)
 
 
-def without(path: Path, name: str) -> Path:
-    """Remove a tensor from the files of a model."""
-    tensors = load_file(path / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+EXPERT = "model.layers.1.mlp.experts"
+Tensors = dict[str, torch.Tensor]
+
+
+def lose(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+def rename(name: str, other: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {each.replace(name, other): tensor for each, tensor in tensors.items()}
+
+
+def widen(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: torch.cat([tensors[name], tensors[name]])}
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "lost", "message"),
+    ("family", "layout", "damage", "message"),
     [
         (
             "qwen3_moe",
             "hub",
-            "model.layers.1.mlp.experts.2.up_proj.weight",
-            "have 3 of the 4 experts of model.layers.1",
+            lose(f"{EXPERT}.2.up_proj"),
+            "have up_proj.weight of 3 of the 4 experts of model.layers.1",
         ),
-        ("mixtral", "hub", "model.layers.0.self_attn.q_proj.weight", "have no tensor model.layers.0.self_attn.q_proj"),
-        ("deepseek_v3", "hub", "model.layers.1.mlp.gate.e_score_correction_bias", "have no tensor model.layers.1.mlp"),
-        ("qwen3_moe", "stacked", "model.layers.1.mlp.experts.down_proj", "have no tensor model.layers.1.mlp.experts"),
+        ("qwen3_moe", "hub", rename(f"{EXPERT}.2.", f"{EXPERT}.9."), "have gate_proj.weight of 3 of the 4 experts"),
+        ("qwen3_moe", "hub", lose("1.mlp.experts.*.up_proj".replace("*", "0")), "have up_proj.weight of 3 of the 4"),
+        ("qwen3_moe", "hub", widen(f"{EXPERT}.2.up_proj.weight"), "experts.2.up_proj.weight has shape .32, 32."),
+        ("qwen3_moe", "hub", widen("model.embed_tokens.weight"), "model.embed_tokens.weight has shape .192, 32."),
+        ("mixtral", "hub", lose("layers.0.self_attn.q_proj"), "have no tensor model.layers.0.self_attn.q_proj"),
+        ("deepseek_v3", "hub", lose("e_score_correction_bias"), "have no tensor model.layers.1.mlp.gate.e_score"),
+        ("qwen3_moe", "stacked", lose(f"{EXPERT}.down_proj"), "have no tensor model.layers.1.mlp.experts.down_proj"),
     ],
 )
-def test_files_without_a_tensor_are_refused_before_workers_start(family, layout, lost, message, tmp_path):
-    path = save_small_tokenizer(without(save(tmp_path, family, layout, 0), lost))
+def test_files_that_make_no_model_are_refused_before_workers_start(family, layout, damage, message, tmp_path):
+    path = save_small_tokenizer(save(tmp_path, family, layout, 0))
+    file = path / "model.safetensors"
+    save_file(damage(load_file(file)), file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
         check_engine(policy_of(path), "actor_train")
+
+
+@pytest.mark.parametrize("sizes", [ParallelDims(dp_shard=4), ParallelDims(dp_shard=4, ep=2)], ids=mesh_text)
+@pytest.mark.parametrize("layout", ["hub", "stacked"])
+def test_more_shards_than_experts(layout, sizes, four_ranks, tmp_path):
+    """Each process has columns of all experts."""
+    directories = [save(tmp_path, "qwen3_moe", layout, seed, num_experts=2) for seed in (0, 1)]
+    alone = train_single_process(Case(ParallelDims(), family="qwen3_moe"), *directories)
+    for outcome in four_ranks.run(train_parallel, Case(sizes, family="qwen3_moe"), *directories):
+        assert_same_weights(outcome.weights, alone.weights)
+        assert_logs_of_one_process([outcome], alone)
 
 
 @pytest.mark.parametrize(

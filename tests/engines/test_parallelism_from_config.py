@@ -69,10 +69,9 @@ def test_a_mixture_of_experts_is_sharded(two_ranks, experts_dir, model_args):
     check(two_ranks, experts_dir, {}, "shared", **model_args)
 
 
-def test_an_adapter_on_experts_that_are_stored_one_by_one_is_refused(two_ranks, experts_dir):
-    message = "stores .*experts.* in a different form, which cannot be converted below an"
-    with pytest.raises(AssertionError, match=message):
-        two_ranks.run(partial(train_from_config, experts_dir, {}, "shared", **LORA))
+@pytest.mark.parametrize("axes", [{}, {"ep_size": 2}], ids=str)
+def test_lora_on_a_model_whose_experts_are_stored_one_by_one(two_ranks, experts_dir, axes):
+    check(two_ranks, experts_dir, axes, "shared", **LORA)
 
 
 @pytest.mark.parametrize("axes", [{}, {"tp_size": 2}], ids=str)

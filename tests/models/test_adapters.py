@@ -160,3 +160,31 @@ def test_a_target_that_matches_nothing_is_rejected_with_the_linear_modules_liste
 def test_one_target_that_matches_nothing_is_rejected_although_another_matches():
     with pytest.raises(UserError, match=r"lora_target \['q_prj'\] matches nothing in this model; its linear modules"):
         attach_lora(tiny_model("llama"), LoraSettings(4, None, ["q_prj", "v_proj"]), dropout=0.0)
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "dropout", "message"),
+    [
+        (
+            LoraSettings(2, None, ["all-linear", *EXPERTS]),
+            0.1,
+            "lora_dropout is 0.1, which experts.gate_up_proj cannot",
+        ),
+        (LoraSettings(2, None, EXPERTS, "pissa"), 0.0, "lora_init pissa cannot decompose experts.gate_up_proj"),
+        (LoraSettings(2, None, ["all-linear", "embed_tokens"]), 0.0, "all-linear leaves embed_tokens as it is, or has"),
+        (LoraSettings(2, None, ["experts.up_proj"]), 0.0, "lora_target .'experts.up_proj'. matches nothing"),
+    ],
+)
+def test_experts_that_cannot_have_an_adapter_are_an_error(lora, dropout, message):
+    with pytest.raises(UserError, match=message):
+        attach_lora(tiny_model("qwen3_moe"), lora, dropout=dropout)
+
+
+def test_an_adapter_on_experts_alone_leaves_the_rest():
+    adapted = attach_lora(tiny_model("qwen3_moe"), LoraSettings(2, None, EXPERTS), dropout=0.0)
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".experts." in name for name in trained)

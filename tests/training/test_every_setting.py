@@ -97,6 +97,8 @@ TRAINING_CASES = {
     "warmup_steps": Case({"warmup_steps": 2}, "rates"),
     "warmup_ratio": Case({"warmup_ratio": 0.5}, "rates"),
     "min_lr_ratio": Case({"min_lr_ratio": 0.5}, "rates", {"lr_scheduler_type": "cosine_with_min_lr"}),
+    "optim": Case({"optim": "muon"}, "later losses"),
+    "optim_args": Case({"optim_args": {"momentum": 0.1}}, "later losses", {"optim": "muon"}),
     "lr_power": Case({"lr_power": 3.0}, "rates", {"lr_scheduler_type": "polynomial"}),
     "gradient_checkpointing": Case({"gradient_checkpointing": "selective"}, "nothing"),
     "activation_offload": Case({"activation_offload": True}, "nothing", {"gradient_checkpointing": "full"}),

@@ -24,7 +24,7 @@ from thresher.data.store.reader import ExampleStore
 from thresher.engines.accumulate import empty_metrics
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
-from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention
+from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention, with_ends
 from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.models.loading.location import named_model
@@ -207,7 +207,8 @@ def find_layout(config: DPOConfig) -> tuple[PreTrainedTokenizerBase, Layout, str
     layout, note = choose_layout(
         requested, models, attention, pad_id, scored=scored_of(config), probe=what_packed_rows_lack
     )
-    return tokenizer, layout, note or reason
+    # the reference computes the rows of the policy, so that both round alike
+    return tokenizer, with_ends(layout) if args.moe_aux_loss_coef else layout, note or reason
 
 
 def scored_of(config: DPOConfig) -> Scored:

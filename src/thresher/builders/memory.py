@@ -15,6 +15,7 @@ from torch import nn
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.native.optimizers import state_tensors
 from thresher.engines.native.parallelize import partition_layers
 from thresher.errors import UserError
 from thresher.models.lm_head import slice_width
@@ -72,6 +73,7 @@ class ModelSize:
     width: int  # columns of the MLP that a token computes
     experts_per_token: int  # 0 in a dense model
     expert_layers: int
+    adapts_experts: bool  # each forward adds the adapters to the stacked matrices
     adapted_inputs: int  # adapters of a layer that read a norm
     is_llama_like: bool  # the memory-efficient layers support it
     attention_share: float  # of the layers; the others carry state, or are MLPs
@@ -119,6 +121,9 @@ class ModelSize:
             width=int(width) * (chosen if experts else 1),
             experts_per_token=chosen if experts else 0,
             expert_layers=sum(any(p.ndim == _STACKED for p in layer.parameters()) for layer in layers),
+            adapts_experts=any(
+                name.endswith("experts.lora_A") for layer in layers for name, _ in layer.named_modules()
+            ),
             adapted_inputs=sum(not name.startswith(("self_attn.o_proj", "mlp.down_proj")) for name in adapted),
             is_llama_like=is_llama_like(layers[0]),
             attention_share=1 - sum(kind in _WITHOUT_ATTENTION for kind in kinds) / max(1, len(kinds)),
@@ -277,13 +282,14 @@ class Memory:
 
 
 def held_memory(process: Process) -> Memory:
-    """Shards of weights, gradients and AdamW's two moments; offloaded ones are in host memory."""
+    """Shards of weights, gradients and optimizer state; offloaded ones are in host memory."""
     if process.settings.cpu_offload:
         return Memory()
     elements, stored = process.shards, process.stored
     weights = stored * elements.total - (stored - process.compute) * elements.narrow
     reference = stored * elements.total if process.reference == "copy" else 0
-    return Memory(weights, stored * elements.trained, 2 * stored * elements.trained, reference)
+    state = state_tensors(process.training) * stored * elements.trained
+    return Memory(weights, stored * elements.trained, state, reference)
 
 
 def peak_memory(process: Process, rows: int, scored: int, micro_batches: int) -> Memory:
@@ -316,6 +322,8 @@ def _moments(
     whole, kept = rows * _saved_per_row(process, "off"), rows * _saved_per_row(process, process.recompute)
     saved = in_flight * process.num_layers * kept + _pipeline_buffers(process, hidden, in_flight, micro_batches)
     saved += 2 * stored * rows * size.head_dim  # rotary embeddings
+    if size.adapts_experts:
+        saved += compute * process.experts.total * (in_flight if process.recompute == "off" else 1 / process.num_layers)
     # gradients of gate, up and their product, and of the residual stream; the layer's activations, computed again
     working = 2 * compute * rows * process.width + 2 * hidden + whole - kept
     if process.settings.sequence_parallel:

@@ -7,7 +7,7 @@ import json
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, PositiveInt, model_validator
 
 from thresher.config.data import DataArgs
 from thresher.config.section import Section, also, no_effect
@@ -156,7 +156,7 @@ class TrainingArgs(Section):
     """Optimizer, learning-rate schedule and micro-batches. Batch sizes are in pairs."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 5e-7
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     per_device_train_batch_size: PositiveInt = 8
     """Pairs per data-parallel rank and accumulation step; with the padded layout, the largest micro-batch."""
     gradient_accumulation_steps: PositiveInt = 1
@@ -170,8 +170,13 @@ class TrainingArgs(Section):
     per_device_eval_batch_size: PositiveInt | None = None
     """Maximum pairs per rank and evaluation batch, within the token budget. When absent, as many as the budget allows,
     or per_device_train_batch_size with layout padded."""
+    optim: Literal["adamw", "adafactor", "muon", "rmsprop", "sgd"] = "adamw"
+    """Optimizer, torch's of this name. muon updates the matrices of layers, and AdamW the rest. Others than adamw need
+    fsdp2_train; adafactor and muon also a full copy of the model on each worker."""
+    optim_args: dict[str, JsonValue] = {}
+    """Further arguments of the optimizer, such as `momentum` of sgd; not of adamw, which has the adam settings."""
     weight_decay: NonNegative = 0.0
-    """AdamW's weight decay of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """beta1 of AdamW."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -218,6 +223,11 @@ class TrainingArgs(Section):
             raise ValueError("min_lr_ratio has no effect without lr_scheduler_type=cosine_with_min_lr")
         if self.non_default("lr_power") and self.lr_scheduler_type != "polynomial":
             raise ValueError("lr_power has no effect without lr_scheduler_type=polynomial")
+        unread = self.non_default("adam_beta1", "adam_beta2", "adam_epsilon")
+        if unread and self.optim not in ("adamw", "muon"):
+            raise ValueError(no_effect(unread, f"with optim {self.optim}; remove {{it}}, or use optim_args"))
+        if self.optim == "adamw" and self.optim_args:
+            raise ValueError("optim_args has no effect with optim adamw; use adam_beta1, adam_beta2 and adam_epsilon")
         if (self.warmup_steps or self.warmup_ratio) and self.lr_scheduler_type == "constant":
             raise ValueError("lr_scheduler_type constant has no warm-up; use constant_with_warmup")
         return self

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.config.strategies import StrategySettings
 from thresher.distributed.groups import Group
+from thresher.errors import UserError
 from thresher.models.layouts import Layout, transformers_attention
 from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model, load_model_config
@@ -90,6 +91,14 @@ class ModelSpec(Generic[Settings]):
     def balances_experts(self) -> bool:
         """Whether the load-balancing loss of a mixture-of-experts model is added to the step's loss."""
         return self.is_policy and bool(self.model_args.moe_aux_loss_coef)
+
+    def require_adamw(self, engine: str) -> None:
+        """Reject another optimizer of a policy, for an engine that has none."""
+        if self.is_policy and self.training.optim != "adamw":
+            raise UserError(
+                f"{self.section}.training_args.optim {self.training.optim} is not supported by {engine}; use "
+                "fsdp2_train, or optim=adamw"
+            )
 
     def load(self) -> PreTrainedModel:
         return load_model(self.path, **self._load_settings)

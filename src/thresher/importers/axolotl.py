@@ -182,7 +182,7 @@ _OWN: r.Table = {
     **r.kept(TRAINING, "gradient_accumulation_steps"),
     "eval_batch_size": r.to(f"{TRAINING}per_device_eval_batch_size"),
     "num_epochs": r.to("num_train_epochs"),
-    "optimizer": r.by(set_optimizer, note=r.ONE_OPTIMIZER),
+    "optimizer": r.by(set_optimizer, f"{TRAINING}optim", note=r.ONE_OPTIMIZER),
     "lr_scheduler": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "cosine_min_lr_ratio": r.by(_set_min_ratio, f"{TRAINING}lr_scheduler_type", f"{TRAINING}min_lr_ratio"),
     **dict.fromkeys(("bf16", "bfloat16"), r.by(_set_precision, f"{MODEL}dtype", f"{MODEL}master_dtype")),

@@ -24,6 +24,11 @@ def set_optimizer(value: Any, run: Translation) -> None:
         run.drop("AdamW without paging is used, with the same numbers")
     elif name in _LOW_PRECISION_ADAMW:
         run.differs("AdamW is used, with its state in fp32 instead of 8 bits")
+    elif name in ("rmsprop", "sgd"):
+        run.set(f"{TRAINING}optim", name)
+    elif name in ("adafactor", "muon"):
+        run.set(f"{TRAINING}optim", name)
+        run.differs(f"torch's {name} is used, with its defaults")
     else:
         run.lacks(r.ONE_OPTIMIZER)
 
@@ -182,7 +187,7 @@ TABLE: r.Table = {
     "lr_scheduler_type": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "lr_scheduler_kwargs": r.by(set_schedule_arguments, f"{TRAINING}min_lr_ratio", f"{TRAINING}lr_power"),
     "warmup_steps": r.by(set_warmup_steps, f"{TRAINING}warmup_steps", f"{TRAINING}warmup_ratio"),
-    "optim": r.by(set_optimizer, note=r.ONE_OPTIMIZER),
+    "optim": r.by(set_optimizer, f"{TRAINING}optim", note=r.ONE_OPTIMIZER),
     "bf16": r.by(set_bf16, f"{MODEL}dtype"),
     "fp16": r.by(set_fp16, f"{MODEL}dtype"),
     "run_name": r.to("exp_name"),

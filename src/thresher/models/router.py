@@ -25,7 +25,7 @@ FAMILIES = (
     "qwen3_5_moe_text",
 )
 _ROUTERS = ("gate", "router")
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def num_experts(config: PreTrainedConfig) -> int:
@@ -35,7 +35,8 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 def splits_experts(config: PreTrainedConfig) -> bool:
     """Whether the experts of a layer are stacked, so that expert parallelism can split them."""
-    return any(name.endswith(".experts") for name in getattr(config, "base_model_ep_plan", None) or ())
+    plan = getattr(config, "base_model_ep_plan", None) or ()
+    return num_experts(config) > 0 and any(name.endswith(".experts") for name in plan)
 
 
 def routers(model: nn.Module) -> Iterator[nn.Module]:
@@ -71,8 +72,12 @@ class ExpertBalance:
     def measured(self) -> Iterator[None]:
         """Add up the load of the rows that are computed within a `with` block; the backward draws the same masks."""
         self._load = []
-        with torch.no_grad(), torch.random.fork_rng():
-            yield
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                yield
+        except BaseException:
+            self._load = None
+            raise
 
     @contextmanager
     def added(self, loss_scale: float | None, device: torch.device) -> Iterator[Metrics]:
@@ -94,7 +99,7 @@ class ExpertBalance:
 
     def add(self, hidden: Tensor, router_logits: Sequence[Tensor], row_weights: Tensor) -> Tensor:
         """Add rows that stand for as many tokens as their weights say; hidden: what the loss depends on."""
-        weights = row_weights.to(hidden.device, torch.float32)
+        weights = copy_to_device(row_weights.to(torch.float32), hidden.device)
         layers = [torch.softmax(logits.reshape(len(weights), -1), dim=-1) for logits in router_logits]
         if not layers:
             return hidden

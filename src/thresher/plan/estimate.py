@@ -20,6 +20,7 @@ from thresher.data.batching.plan import Plan, make_plan
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.check import check_axes, why_not_sequence_parallel
 from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.native.optimizers import state_tensors
 from thresher.errors import UserError
 from thresher.models.router import num_experts, splits_experts
 from thresher.plan.step import (
@@ -215,8 +216,9 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Weights and both moments of the trained shards of a process; one of the replicas writes them."""
-        return 3 * self.process.stored * max(process.shards.trained for process in self.processes.values())
+        """Weights and optimizer state of the trained shards of a process; one of the replicas writes them."""
+        tensors = 1 + state_tensors(self.process.training)
+        return tensors * self.process.stored * max(process.shards.trained for process in self.processes.values())
 
     @property
     def loaded_bytes_per_node(self) -> float:

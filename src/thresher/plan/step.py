@@ -14,6 +14,7 @@ from typing import Literal
 from thresher.builders.hardware import COMPUTE_RATES, MEMORY_RATE, Compiled, Hardware
 from thresher.builders.memory import Process
 from thresher.distributed.mesh import ParallelDims
+from thresher.engines.native.optimizers import state_tensors
 from thresher.models.optimizations.recompute import Recompute
 from thresher.plan.workload import Rows
 
@@ -21,8 +22,6 @@ MeshDim = Literal["dp_shard", "dp_replicate", "tp", "cp", "ep", "pp"]
 # share of a layer's forward that the backward repeats; selective recomputation keeps the results of products, but those
 # with a narrow inner dimension, such as the last ones of small experts
 RECOMPUTED: Mapping[Recompute, float] = {"off": 0.0, "selective": 0.0, "full": 1.0}
-# AdamW reads weights, gradients and two moments, and writes all but the gradients
-_OPTIMIZER_PASSES = 7
 _FP32 = 4
 
 
@@ -205,7 +204,8 @@ def step_time(
     flops = flops or step_flops(process, rows, mismatched)
     compute = process.slowest * flops.total / (COMPUTE_RATES[compiled] * gpu.peak_flops)
     trained = process.stored * process.shards.trained
-    optimizer = _OPTIMIZER_PASSES * trained / (MEMORY_RATE * gpu.memory_bandwidth)
+    # the optimizer reads weights, gradients and its state, and writes all but the gradients
+    optimizer = (3 + 2 * state_tensors(process.training)) * trained / (MEMORY_RATE * gpu.memory_bandwidth)
     sent = wire_bytes(process, rows, micro_batches, mismatched)
     seconds = {mesh_dim: cluster.seconds(mesh_dim, dims, size) for mesh_dim, size in sent.items()}
     # ZeRO-1 gathers in the first forward of a step, and reduces in the last backward

@@ -116,6 +116,7 @@ class Case:
     compiles: bool = False
     counts_zeros: bool = False
     initial_loss_scale: float = 2.0**16
+    optim: str = "adamw"
     lora_rank: int | None = None
     lora_target: tuple[str, ...] = ("all-linear",)
     engine: TestedEngine | None = None  # None: the native one
@@ -172,7 +173,10 @@ class Case:
     def training(self) -> TrainingArgs:
         return TrainingArgs(
             learning_rate=LEARNING_RATE,
-            adam_epsilon=1e-5,
+            optim=self.optim,
+            # near-zero gradients would be divided by their own rounding
+            optim_args={"eps": 1e-5} if self.optim == "rmsprop" else {},
+            **({"adam_epsilon": 1e-5} if self.optim in ("adamw", "muon") else {}),
             max_grad_norm=self.max_grad_norm,
             log_num_zeros_in_grad=self.counts_zeros,
             initial_scale_power=int(math.log2(self.initial_loss_scale)),

@@ -241,6 +241,13 @@ AGAINST_ONE_PROCESS = [
             ParallelDims(pp=2, cp=2),
         )
     ),
+    Case(
+        ParallelDims(pp=2),
+        family="qwen3_moe",
+        virtual_pp_size=INTERLEAVED,
+        router_loss_coef=0.5,
+        also="interleaved, load-balancing loss",
+    ),
     *(
         Case(
             sizes,
@@ -253,6 +260,16 @@ AGAINST_ONE_PROCESS = [
             (ParallelDims(dp_shard=2), "qwen3_moe"),
             *((sizes, "qwen3_moe") for sizes in _EP),
             (ParallelDims(dp_shard=2, ep=2), "gpt_oss"),
+        )
+    ),
+    *(
+        Case(sizes, optim=optim, also=f"optim {optim}")
+        for sizes, optim in (
+            (ParallelDims(dp_shard=2), "sgd"),
+            (ParallelDims(dp_shard=2), "rmsprop"),
+            (ParallelDims(tp=2), "rmsprop"),
+            (ParallelDims(dp_replicate=2), "muon"),
+            (ParallelDims(dp_replicate=2), "adafactor"),
         )
     ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),

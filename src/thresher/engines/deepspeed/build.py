@@ -31,7 +31,8 @@ from thresher.engines.deepspeed.parameters import (
 )
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.build import build_replica
-from thresher.engines.native.parameters import adamw_options, parameter_groups
+from thresher.engines.native.optimizers import adamw_options
+from thresher.engines.native.parameters import parameter_groups
 from thresher.engines.native.sequential import SequentialExecutor, with_balance
 from thresher.engines.nonfinite import LossScale
 from thresher.engines.spec import ModelSpec, seed_dropout

@@ -29,6 +29,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 def check(spec: ModelSpec[MegatronSettings]) -> None:
     """Reject what Megatron-Core cannot compute as the other engines do."""
     settings, shape = spec.settings, describe_model(spec.model_config, spec.path)
+    spec.require_adamw("megatron_train")
     find_files_to_shard(spec.path)
     check_sizes(shape, settings.sizes, spec.path)
     _check_precision(spec)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from thresher.engines.native.build import axis_sizes
 from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.native.optimizers import OPTIMIZERS, build_optimizer
 from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.branching_state import splits_over
@@ -30,6 +33,8 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
                 f"actor_train.model_args.moe_aux_loss_coef is not supported with {other}; remove one of them"
             )
         check_router_family(spec)
+    if spec.is_policy:
+        _check_optimizer(spec, is_replicated=is_replicated)
     lora = spec.trained.lora
     if lora is not None and lora.starts_from_weights and not is_replicated:
         raise UserError(
@@ -63,6 +68,25 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             "support; remove one of them"
         )
     check_tensors(spec.empty(), spec.path)
+
+
+def _check_optimizer(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> None:
+    training, parameter = spec.training, nn.Parameter(torch.zeros(2, 2))
+    try:
+        build_optimizer([{"params": [parameter]}], training, [parameter])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{spec.section}.training_args.optim_args: torch's {training.optim} says: {error}") from error
+    if not OPTIMIZERS[training.optim].is_elementwise and not is_replicated:
+        raise UserError(
+            f"{spec.section}.training_args.optim {training.optim} needs whole matrices, which workers that split the "
+            f"model do not have; set {spec.section}.strategy_args.strategy_config.dp_replicate to the number of "
+            "workers, or use optim=adamw"
+        )
+    if training.optim == "muon" and spec.trained.has_adapter:
+        raise UserError(
+            f"{spec.section}.training_args.optim muon is not meant for the factors of LoRA adapters; use optim=adamw, "
+            "or train all weights"
+        )
 
 
 def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *, has_lora: bool) -> str | None:

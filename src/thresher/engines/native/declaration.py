@@ -77,7 +77,7 @@ class FSDP2Settings(StrategySettings):
 
     def check_workers(self, num_workers: int) -> None:
         unused = self.non_default("cpu_offload", "zero_stage", "reduce_dtype")
-        if unused and self.num_shards(num_workers) * self.cp_size == 1:
+        if unused and self.num_shards(num_workers) * self.cp_size * self.ep_size == 1:
             raise ValueError(
                 f"strategy_args.strategy_config.{unused[0]} has no effect: no two workers shard the model; use more "
                 "workers or remove it"
@@ -109,7 +109,8 @@ class FSDP2Settings(StrategySettings):
         changes: dict[str, JsonValue] = {} if self.dp_replicate == 1 else {"dp_replicate": 1}
         left = super().fit(num_workers, available)[0]
         if (left // self.pp_size) % self.ep_size:
-            changes["ep_size"] = math.gcd(left // self.pp_size, self.ep_size)
+            common = math.gcd(left // self.pp_size, self.ep_size)
+            changes["ep_size"] = common if common > 1 else self.tp_size  # experts under tp need it
         return left, changes
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.expert_parallel import ExpertParallel
 from thresher.distributed.tensors import local_slices
+from thresher.errors import UserError
 from thresher.models.experts import stacks_of
 
 _EXPERTS = (Shard(0),)
@@ -27,6 +28,8 @@ def split_experts(model: PreTrainedModel, parallel: ExpertParallel) -> frozenset
     size, adapters = parallel.mesh.size(), set()
     for outer, inner in list(stacks_of(model)):
         for name, whole in list(inner.named_parameters(recurse=False)):
+            if len(whole) % size:  # the check knows the number of the config
+                raise UserError(f"ep_size {size} does not divide the {len(whole)} experts of a layer; use a divisor")
             part = DTensor.from_local(whole[: len(whole) // size], parallel.mesh, _EXPERTS, run_check=False)
             inner.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
         inner.expert_parallel = parallel  # type: ignore[assignment]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from thresher.distributed.tensors import to_local
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.models.experts import stacks_of
 from thresher.models.loading.trained import widest_dtype
 from thresher.models.pipeline_chunk import decoder_of, head_of, local_layers
 from thresher.models.router import routers
+
+_STACKED = 3  # dimensions of the matrices of all experts
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def apply_fsdp(
     zero_stage = settings.zero_stage
     hint = "use one worker, or set dp_replicate to the number of workers"
     layers = local_layers(decoder_of(model), "sharding", hint)
-    options: dict[str, Any] = {"mesh": mesh}
+    options = _on(mesh)
     if settings.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     stored = widest_dtype(model)
@@ -82,7 +87,7 @@ def apply_fsdp(
             )
         fully_shard(
             group.modules if len(group.modules) > 1 else group.modules[0],
-            **(options if group.mesh is None else options | {"mesh": group.mesh}),
+            **(options if group.mesh is None else options | _on(group.mesh)),
             reshard_after_forward=group.reshards_after_forward,
             ignored_params=group.parameters - group.matrices,
         )
@@ -94,6 +99,20 @@ def apply_fsdp(
             # a plain sum instead of NCCL's pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     return GradientSync(sharded, once=zero_stage == 1)
+
+
+def _on(mesh: DeviceMesh) -> dict[str, Any]:
+    return {"mesh": mesh, "shard_placement_fn": partial(_placement, mesh)}
+
+
+def _placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
+    """Shard stacked experts by their columns if there are not as many experts for each process.
+
+    Not by rows: those of gate and up are stored apart, and joined when they are read.
+    """
+    shards, shape = mesh.size(-1), to_local(parameter).shape
+    by_columns = len(shape) == _STACKED and shape[0] % shards and not shape[-1] % shards
+    return Shard(_STACKED - 1) if by_columns else None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Trained parameters of this process: local shards, their gradients, AdamW and checkpoint files.
+"""Trained parameters of this process: local shards, their gradients, their optimizer and checkpoint files.
 
 The loss is already divided by the pairs of the whole step (see accumulate.py), so every reduction is a sum:
 
@@ -24,15 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from thresher.checkpoint.state import STEM, State, join_values, load_optimizer_state, load_weights, optimizer_state
 from thresher.checkpoint.tensor_files import LocalShards, Shape, Shard, ShardedReader, Slices, shards_to_write
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.groups import all_reduce_bucketed
 from thresher.distributed.tensors import local_slices, to_local
+from thresher.engines.native.optimizers import build_optimizer
 from thresher.engines.native.parallelize import ParallelContext
 from thresher.engines.policy_files import OPTIMIZER, RESUME_HINT
 from thresher.losses.pairs import to_fp64
+from thresher.models.pipeline_chunk import decoder_of
 
 
 def parameter_groups(
@@ -49,16 +52,6 @@ def parameter_groups(
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def adamw_options(training: TrainingArgs) -> dict[str, Any]:
-    """The arguments of torch's AdamW; every step sets its own learning rate."""
-    return {
-        "lr": training.learning_rate,
-        "betas": (training.adam_beta1, training.adam_beta2),
-        "eps": training.adam_epsilon,
-        "fused": True,
-    }
-
-
 def squared_norm(gradients: Sequence[Tensor], factor: float = 1.0) -> Tensor | float:
     """The sum of the squares of gradients times a factor, in fp64."""
     return (to_fp64(nn.utils.get_total_norm(gradients)) * factor).square() if gradients else 0.0
@@ -72,14 +65,18 @@ def count_zeros(gradients: Sequence[Tensor]) -> Tensor | float:
 class LocalParameters:
     """The trained parameters by name, and this process's shard of each as a plain tensor."""
 
-    def __init__(self, model: nn.Module, base_model: nn.Module, parallel: ParallelContext, training: TrainingArgs):
+    def __init__(
+        self, model: nn.Module, base_model: PreTrainedModel, parallel: ParallelContext, training: TrainingArgs
+    ):
         self.parallel = parallel
         self.by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # parameter -> shard, which shares its memory; the parameter itself if it is not a DTensor. AdamW is
-        # elementwise, so the result of a step does not depend on the sharding
+        # parameter -> shard, which shares its memory; the parameter itself if it is not a DTensor
         self.shards = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.by_name.values()}
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.shards.values(), training.weight_decay), **adamw_options(training)
+        layers = nn.ModuleList(getattr(decoder_of(base_model), "layers", ()))
+        self.optimizer = build_optimizer(
+            parameter_groups(self.shards.values(), training.weight_decay),
+            training,
+            [self.shards[parameter] for parameter in layers.parameters() if parameter in self.shards],
         )
         trained = [(name, p) for name, p in base_model.named_parameters() if p in self.shards]
         self._partial_over_tp = [p for name, p in trained if name in parallel.partial_grad_params]
@@ -153,8 +150,8 @@ class LocalCheckpoint:
     def optimizer_shards(self) -> tuple[dict[str, Shard], dict[str, Any] | None]:
         parameters, owns = self.parameters.by_name, self.parameters.owns
         state = optimizer_state(self.parameters.optimizer, self.parameters.shard_names, parameters)
-        # moments are sharded like their parameter; a step count is a full scalar on every process
-        sharded_like = {name: parameters[_parameter_of(name)] if t.ndim else t for name, t in state.tensors.items()}
+        # moments are sharded like their parameter; a step count, or a sum of rows, is whole on every process
+        sharded_like = {name: self._like(name, tensor) for name, tensor in state.tensors.items()}
         shards: dict[str, Shard] = dict(shards_to_write(state.tensors, sharded_like, owns))
         # optimizer.json needs the non-tensor state of every pipeline stage once: from the owner of replicated tensors
         is_owner = owns(torch.zeros(()))
@@ -163,13 +160,18 @@ class LocalCheckpoint:
             return shards, None
         return shards, join_values([each for each in gathered if each is not None])
 
+    def _like(self, name: str, state: Tensor) -> Tensor:
+        parameter = self.parameters.by_name[_parameter_of(name)]
+        return parameter if to_local(parameter).shape == state.shape else state
+
     def load(self, directory: Path, values: dict[str, Any]) -> None:
         parameters = self.parameters.by_name
         other_rank_names = self.parameters.parallel.dp_group.world.names_on_other_ranks(parameters)
         load_weights(directory, parameters, hint=RESUME_HINT, other_rank_names=other_rank_names)
 
         def slices_of(name: str, shape: Shape) -> Slices:
-            return local_slices(parameters[_parameter_of(name)]) if shape else ()
+            parameter = parameters[_parameter_of(name)]
+            return local_slices(parameter) if parameter.shape == shape else tuple(slice(0, size) for size in shape)
 
         optimizer, shard_names = self.parameters.optimizer, self.parameters.shard_names
         with ShardedReader(directory, OPTIMIZER) as stored:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from thresher.config.roles import ModelArgs
 from thresher.data.example import Example, ExampleBatch
@@ -89,6 +91,9 @@ def with_balance(
     """Let a policy add its load-balancing loss, if it has one, over all tokens of its sequences."""
     if not args.moe_aux_loss_coef:
         return model, layout
+    # before a pipeline's chunks, whose layers alone transformers would find in their first forward
+    backbone: Any = model.backbone
+    maybe_install_capturing_hooks(backbone)
     config = model.base_model.config.get_text_config()
     balance = ExpertBalance(args.moe_aux_loss_coef, num_experts(config), int(config.num_experts_per_tok), ranks)
     return replace(model, balance=balance), with_ends(layout)

@@ -151,10 +151,14 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
     # PEFT is content if one target matches; another, misspelled one would be left untrained
     if unmatched := [each for each in target if each not in (*modules, *parameters, _ALL_LINEAR)]:
         raise UserError(_matches_nothing(model, unmatched))
-    if parameters and dropout:
+    if _ALL_LINEAR in target and modules:
         raise UserError(
-            f"lora_dropout is {dropout}, which {parameters[0]} cannot have; set it to 0, or remove the name"
+            f"lora_target all-linear leaves {modules[0]} as it is, or has it already; name all modules instead of "
+            f"all-linear, or remove {modules[0]}"
         )
+    _check_dropout(parameters, dropout)
+    if parameters and lora.starts_from_weights:
+        raise UserError(f"lora_init {lora.init} cannot decompose {parameters[0]}; use the default, or remove the name")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
@@ -170,6 +174,11 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
         return _attach(model, config, target)
 
 
+def _check_dropout(parameters: Sequence[str], dropout: float) -> None:
+    if parameters and dropout:
+        raise UserError(f"lora_dropout is {dropout}, which {parameters[0]} cannot have; set it to 0")
+
+
 def _is_end_of_a_name(end: str, named: Iterable[tuple[str, Any]]) -> bool:
     return any(f".{name}".endswith(f".{end}") for name, _ in named)
 
@@ -178,6 +187,7 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: fl
     """Freeze a model and add the trainable modules of an adapter on disk; `AdapterFiles.load` sets their values."""
     from peft import LoraConfig
 
+    _check_dropout(adapter.settings.get("target_parameters") or (), dropout)
     config = LoraConfig(
         **adapter.settings, lora_dropout=dropout, task_type=None if hasattr(model, "score") else "CAUSAL_LM"
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -25,7 +26,7 @@ from thresher.errors import UserError
 from thresher.models.loading.load import REWARD_HEAD
 from thresher.models.loading.weight_files import missing_tensor, wrong_shape
 
-_STACKED = 3  # dimensions
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of a layer, then of an expert
 
 
 def convert_shards(model: PreTrainedModel, stored: Mapping[str, Any], path: str, device: torch.device) -> None:
@@ -41,13 +42,16 @@ def convert_shards(model: PreTrainedModel, stored: Mapping[str, Any], path: str,
     for name, shape, expected in sorted(report.mismatched_keys):
         raise wrong_shape(path, name, shape, expected)
     for name, error in report.conversion_errors.items():
+        if not to_local(model.get_parameter(name)).numel():  # this process has no expert of the layer
+            continue
         raise UserError(
             f"transformers cannot convert the tensors of {name} in {path}: {error}; download the model again"
         )
     for name in _needed(model, report.missing_keys):
-        if not name.endswith(REWARD_HEAD):
+        if name.endswith(REWARD_HEAD):
+            nn.init.zeros_(to_local(model.get_parameter(name)))
+        elif to_local(model.state_dict()[name]).numel():
             raise missing_tensor(path, name)
-        nn.init.zeros_(to_local(model.get_parameter(name)))
     model.tie_weights()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained[name])
@@ -60,24 +64,44 @@ def check_conversion(model: PreTrainedModel, stored: Mapping[str, Any], path: st
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     expected = model.state_dict()
-    parts: dict[str, Counter[str]] = defaultdict(Counter)
-    for name in stored:
+    parts: dict[str, dict[str, dict[str, list[int]]]] = defaultdict(lambda: defaultdict(dict))
+    for name, tensor in stored.items():
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
         if renamed not in expected and name in expected:
             renamed, pattern = name, None
         targets = of_pattern[pattern].target_patterns if pattern is not None else [""]
         for target in targets:
-            parts[renamed.replace(targets[0], target)][pattern or name] += 1
+            parts[renamed.replace(targets[0], target)][pattern or ""][name] = list(tensor.get_shape())
     for name in _needed(model, expected.keys() - parts.keys()):
         if not name.endswith(REWARD_HEAD):
             raise missing_tensor(path, name)
     for name, parameter in expected.items():
-        for pattern, count in parts[name].items():
-            if parameter.ndim == _STACKED and "*" in pattern and count != len(parameter):
-                raise UserError(
-                    f"the weight files of {path} have {count} of the {len(parameter)} experts of {name}; download the "
-                    "model again, with the config.json that belongs to it"
-                )
+        by_pattern = parts[name]
+        for whole, shape in by_pattern.get("", {}).items():
+            if shape != list(parameter.shape):
+                raise wrong_shape(path, whole, shape, parameter.shape)
+        if any("*" in pattern for pattern in by_pattern):
+            _check_experts(by_pattern, of_pattern[next(iter(by_pattern))].source_patterns, name, parameter, path)
+
+
+def _check_experts(
+    by_pattern: Mapping[str, Mapping[str, list[int]]], patterns: list[str], name: str, whole: Tensor, path: str
+) -> None:
+    """Reject experts, stored one by one, that do not make up a stacked tensor."""
+    for pattern in patterns:
+        shapes = by_pattern.get(pattern, {})
+        numbers = {int(found[-1]) for each in shapes if (found := _NUMBER.findall(each))}
+        if numbers != set(range(len(whole))):
+            kind = pattern.rpartition("*")[2].strip(".")
+            raise UserError(
+                f"the weight files of {path} have {kind} of {len(numbers & {*range(len(whole))})} of the {len(whole)} "
+                f"experts of {name}; download the model again, with the config.json that belongs to it"
+            )
+        first = next(iter(shapes.values()))
+        if different := next((each for each, shape in shapes.items() if shape != first), None):
+            raise wrong_shape(path, different, shapes[different], first)
+    if sum(math.prod(shape) for shapes in by_pattern.values() for shape in shapes.values()) != whole.numel():
+        raise wrong_shape(path, next(iter(next(iter(by_pattern.values())))), first, whole.shape[1:])
 
 
 def _needed(model: PreTrainedModel, missing: set[str]) -> Iterator[str]:

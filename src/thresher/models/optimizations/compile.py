@@ -39,8 +39,8 @@ class Compilation:
             compile_layers(backbone)
         elif not compile_elementwise(backbone) and not self.is_optional:
             raise UserError(
-                f"{_SETTING} compiles only norms and activations of Llama-like layers with pipelines, context or "
-                f"sequence parallelism or selective recomputation, and this model has none of them; {_HINT}"
+                f"{_SETTING} compiles only norms and activations of Llama-like layers with pipelines, context, "
+                f"expert or sequence parallelism or selective recomputation, and this model has none of them; {_HINT}"
             )
 
 
