@@ -231,7 +231,7 @@ def test_a_model_directory_without_a_chat_template(thresher, config, tiny_dir, t
             {"actor_train__strategy_args__strategy_config": {"tensor_parallel_size": 4}},
             "invalid configuration:\n  - actor_train.strategy_args: strategy_config has no key "
             "tensor_parallel_size; known: tp_size, pp_size, virtual_pp_size, pp_schedule, pp_dtype, "
-            "sequence_parallel, cp_size, dp_replicate, zero_stage, reduce_dtype, cpu_offload",
+            "sequence_parallel, cp_size, ep_size, dp_replicate, zero_stage, reduce_dtype, cpu_offload",
         ),
         (
             {"actor_train__device_mapping": "list(range(0,8))", "runtime": "local"},

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.compared_runs import merge
 from tests.support.engines.adapters import save_adapter
+from tests.support.engines.parity import save_model
 from tests.support.paths import ROOT
 from tests.support.small_runs import save_small_tokenizer
 from thresher.importers.convert import DIALECTS
@@ -58,6 +59,7 @@ def parts(tmp_path_factory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=1024)).save_pretrained(root / "model")
     save_small_tokenizer(root / "model")
+    save_small_tokenizer(save_model(root / "experts", "qwen3_moe", 0, num_experts=16))
     save_adapter(root / "adapter", root / "model")
     return root
 
@@ -79,7 +81,7 @@ def runnable(recipe: dict[str, Any], parts: Path, directory: Path) -> dict[str, 
         base.pop("validation", None)  # pairs of files, or a share of the training pairs
     values = merge(base, recipe)
     if not (ROOT / str(values.get("pretrain", "absent"))).exists():
-        values["pretrain"] = str(parts / "model")
+        values["pretrain"] = str(parts / ("experts" if "ep_size" in str(values) else "model"))
     if "adapter_name_or_path" in values["actor_train"].get("model_args", {}):
         values["actor_train"]["model_args"]["adapter_name_or_path"] = str(parts / "adapter")
     values["actor_train"]["data_args"].setdefault("template", "raw")  # the small tokenizer has no chat template

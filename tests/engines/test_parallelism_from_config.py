@@ -69,11 +69,6 @@ def test_a_mixture_of_experts_is_sharded(two_ranks, experts_dir, model_args):
     check(two_ranks, experts_dir, {}, "shared", **model_args)
 
 
-@pytest.mark.parametrize("axes", [{}, {"ep_size": 2}], ids=str)
-def test_lora_on_a_model_whose_experts_are_stored_one_by_one(two_ranks, experts_dir, axes):
-    check(two_ranks, experts_dir, axes, "shared", **LORA)
-
-
 @pytest.mark.parametrize("axes", [{}, {"tp_size": 2}], ids=str)
 def test_lora_on_some_matrices_in_padded_rows(two_ranks, model_dir, axes):
     check(two_ranks, model_dir, axes, "padded", **SOME)
