@@ -77,10 +77,11 @@ def supports_continuous_batching(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     has_pages = kinds <= {"full_attention", "sliding_attention"} and not _has_doubtful_window(model)
-    # heads of different sizes, as in Gemma 4 and MiMo, do not fit into pages of one size
+    # heads of different sizes, as in Gemma 4, MiMo and DeepSeek-V3, do not fit into pages of one size
     has_pages = has_pages and "head_dim" not in (getattr(config, "per_layer_attributes", None) or ())
-    value_size = getattr(config, "v_head_dim", None)
-    has_pages = has_pages and (value_size is None or value_size == getattr(config, "head_dim", None))
+    if (value_size := getattr(config, "v_head_dim", None)) is not None:
+        key_size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+        has_pages = has_pages and value_size == key_size
     return has_pages and config._attn_implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
