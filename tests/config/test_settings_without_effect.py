@@ -136,6 +136,11 @@ NEEDS = {
         "activation_offload has no effect without gradient_checkpointing; set it to full",
         having={"actor_train": {"training_args": {"gradient_checkpointing": "full"}}},
     ),
+    "actor_train.training_args.optim_args": Needs(
+        {"momentum": 0.9},
+        "optim_args has no effect with optim adamw",
+        having={"actor_train": {"training_args": {"optim": "sgd"}}},
+    ),
     "actor_train.training_args.lr_power": Needs(
         2.0,
         "lr_power has no effect without lr_scheduler_type=polynomial",
@@ -223,7 +228,7 @@ ALWAYS = {
     *(f"actor_train.training_args.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *(f"actor_train.training_args.{name}" for name in ("learning_rate", "per_device_train_batch_size", "weight_decay")),
     *(f"actor_train.training_args.{name}" for name in ("global_batch_size", "max_tokens_per_micro_batch")),
-    "actor_train.training_args.log_num_zeros_in_grad",
+    *(f"actor_train.training_args.{name}" for name in ("log_num_zeros_in_grad", "optim")),
     *(f"actor_train.training_args.{name}" for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
     *(f"actor_train.training_args.{name}" for name in ("lr_scheduler_type", "gradient_checkpointing", "torch_compile")),
     *(f"{section}.data_args.store" for section in ("actor_train", "validation")),
