@@ -18,6 +18,7 @@ from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.optimizers import state_tensors
 from thresher.engines.native.parallelize import partition_layers
 from thresher.errors import UserError
+from thresher.models.experts import is_stacked
 from thresher.models.lm_head import slice_width
 from thresher.models.loading.trained import widest_dtype
 from thresher.models.logps import base_model
@@ -31,7 +32,6 @@ RESERVED = 0.08
 # rows of the process whose experts get most, in those of a balanced one: assumed
 IMBALANCE = 1.2
 _FP32 = 4
-_STACKED = 3  # dimensions
 _WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 
 
@@ -100,13 +100,13 @@ class ModelSize:
         def count(parameters: Iterable[nn.Parameter], experts_share: float = 1.0) -> Elements:
             found = Elements()
             for p in parameters:
-                numel = p.numel() * (experts_share if p.ndim == _STACKED else 1.0)
+                numel = p.numel() * (experts_share if is_stacked(p) else 1.0)
                 found += Elements(numel, numel * p.requires_grad, numel * (p.dtype != stored))
             return found
 
         return cls(
             matrices=count(matrices),
-            experts=count(p for p in matrices if p.ndim == _STACKED),
+            experts=count(p for p in matrices if is_stacked(p)),
             active=count(matrices, chosen / experts if experts else 1.0),
             embedding=count([embedding]),
             head=count([head]),
@@ -120,7 +120,7 @@ class ModelSize:
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
             width=int(width) * (chosen if experts else 1),
             experts_per_token=chosen if experts else 0,
-            expert_layers=sum(any(p.ndim == _STACKED for p in layer.parameters()) for layer in layers),
+            expert_layers=sum(any(is_stacked(p) for p in layer.parameters()) for layer in layers),
             adapts_experts=any(
                 name.endswith("experts.lora_A") for layer in layers for name, _ in layer.named_modules()
             ),
@@ -207,11 +207,11 @@ class Process:
     @property
     def width(self) -> float:
         """Columns of the MLP that it computes for each of its rows."""
-        return self.size.width * (self._spread if self.size.expert_layers else 1 / self.dims.tp)
+        return self.size.width * self._spread
 
     @property
     def _spread(self) -> float:
-        return self.imbalance / self.dims.tp if self.dims.ep > 1 else 1 / self.dims.tp
+        return (self.imbalance if self.dims.ep > 1 else 1.0) / self.dims.tp
 
     @property
     def embedding(self) -> Elements:

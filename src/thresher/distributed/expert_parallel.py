@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from thresher.distributed.tensors import own_part
+
 # rows and the index of each one's expert among those of this process -> rows
 Experts = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,19 +40,13 @@ class ExpertParallel:
         """
         if self.tp is None:
             return self._compute(experts, rows, chosen, weights, num_local, dtype)
-        own, own_chosen, own_weights = (self._own_rows(each) for each in (rows, chosen, weights))
+        own, own_chosen, own_weights = (own_part(each, self.tp, 0) for each in (rows, chosen, weights))
         out = self._compute(experts, own, own_chosen, own_weights, num_local, dtype)
         parts = DTensor.from_local(
             out.contiguous(), self.tp, (Shard(0),), run_check=False, shape=rows.shape, stride=rows.stride()
         )
         whole: Tensor = parts.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Replicate(),))
         return whole.clone()  # not a view, which a layer might add to in place
-
-    def _own_rows(self, rows: Tensor) -> Tensor:
-        """Of rows that all tensor-parallel processes have; the backward gathers."""
-        whole = DTensor.from_local(rows, self.tp, (Replicate(),), run_check=False)
-        own: Tensor = whole.redistribute(placements=(Shard(0),)).to_local()
-        return own
 
     def _compute(
         self, experts: Experts, rows: Tensor, chosen: Tensor, weights: Tensor, num_local: int, dtype: torch.dtype

@@ -108,9 +108,12 @@ class Mesh:
 
     def fsdp_of_experts(self) -> DeviceMesh | None:
         """The mesh of FSDP2 for experts if it is not the one of the rest."""
-        if self.expert_mesh is None or self.dims.dp_replicate == 1:
-            return None if self.expert_mesh is None else self.expert_mesh["ep_shard"]
-        return DeviceMesh._concatenate([self.device_mesh["dp_replicate"], self.expert_mesh["ep_shard"]])
+        if self.expert_mesh is None:
+            return None
+        shards = self.expert_mesh["ep_shard"]
+        if self.dims.dp_replicate == 1:
+            return shards
+        return DeviceMesh._concatenate([self.device_mesh["dp_replicate"], shards])
 
     def expert_parallel(self) -> ExpertParallel | None:
         if self.expert_mesh is None:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -26,6 +27,13 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 def to_local(tensor: Tensor) -> Tensor:
     """Return the local shard; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Return this process's part of a tensor that all processes of a mesh have; the backward gathers."""
+    whole = DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
+    own: Tensor = whole.redistribute(placements=(Shard(dim),)).to_local()
+    return own
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:

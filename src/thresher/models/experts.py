@@ -37,10 +37,15 @@ def use_compute_precision(model: PreTrainedModel) -> None:
 def stacks_of(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield the stacked experts of each layer: with the adapters around them, and alone."""
     for module in model.modules():
-        outer = dict(module.named_children()).get("experts")
-        inner = getattr(outer, "get_base_layer", lambda outer=outer: outer)()
-        if outer is not None and any(parameter.ndim == 3 for parameter in inner.parameters(recurse=False)):
+        outer: Any = dict(module.named_children()).get("experts")
+        inner = outer.get_base_layer() if hasattr(outer, "get_base_layer") else outer
+        if outer is not None and any(map(is_stacked, inner.parameters(recurse=False))):
             yield outer, inner
+
+
+def is_stacked(parameter: Tensor) -> bool:
+    """Whether a parameter has the matrices of all experts of a layer: [experts, rows, columns]."""
+    return parameter.ndim == 3
 
 
 def _experts_forward(experts: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

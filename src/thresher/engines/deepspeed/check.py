@@ -30,7 +30,7 @@ _ADAMW = {
 def check(spec: ModelSpec[ZeroSettings]) -> None:
     """Reject what the engine does not support, and keys of a DeepSpeed JSON that contradict thresher's."""
     stage = spec.settings.stage
-    spec.require_adamw("DeepSpeed here")
+    spec.require_adamw("DeepSpeed")
     if spec.compiles:
         raise UserError(
             f"{spec.section}: training_args.torch_compile is not supported by DeepSpeed; set it to false, or "

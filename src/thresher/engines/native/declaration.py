@@ -77,18 +77,20 @@ class FSDP2Settings(StrategySettings):
 
     def check_workers(self, num_workers: int) -> None:
         unused = self.non_default("cpu_offload", "zero_stage", "reduce_dtype")
-        if unused and self.num_shards(num_workers) * self.cp_size * self.ep_size == 1:
+        shards = self.num_shards(num_workers) * self.cp_size
+        is_sharded = shards > 1 or self.ep_size > 1
+        if unused and not is_sharded:
             raise ValueError(
                 f"strategy_args.strategy_config.{unused[0]} has no effect: no two workers shard the model; use more "
                 "workers or remove it"
             )
-        splitting = self.num_shards(num_workers) * self.cp_size * self.tp_size
+        splitting = shards * self.tp_size
         if splitting % self.ep_size:
             raise ValueError(
                 f"strategy_args.strategy_config.ep_size {self.ep_size} does not divide the {splitting} workers that "
                 f"share a replica and a pipeline stage; use a divisor of {splitting}, or more workers"
             )
-        if self.pp_schedule == "zero_bubble" and (self.num_shards(num_workers) * self.cp_size > 1 or self.ep_size > 1):
+        if self.pp_schedule == "zero_bubble" and is_sharded:
             raise ValueError(
                 "strategy_args.strategy_config.pp_schedule zero_bubble does not support workers that shard the model: "
                 "set cp_size to 1, and dp_replicate to the number of workers divided by pp_size x tp_size"

@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.tensors import to_local
 from thresher.engines.native.declaration import FSDP2Settings
-from thresher.models.experts import stacks_of
+from thresher.models.experts import is_stacked, stacks_of
 from thresher.models.loading.trained import widest_dtype
 from thresher.models.pipeline_chunk import decoder_of, head_of, local_layers
 from thresher.models.router import routers
-
-_STACKED = 3  # dimensions of the matrices of all experts
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,8 @@ def _placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
     Not by rows: those of gate and up are stored apart, and joined when they are read.
     """
     shards, shape = mesh.size(-1), to_local(parameter).shape
-    by_columns = len(shape) == _STACKED and shape[0] % shards and not shape[-1] % shards
-    return Shard(_STACKED - 1) if by_columns else None
+    by_columns = is_stacked(parameter) and shape[0] % shards and not shape[-1] % shards
+    return Shard(len(shape) - 1) if by_columns else None
 
 
 @dataclass(frozen=True)

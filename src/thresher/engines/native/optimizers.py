@@ -27,7 +27,7 @@ class OptimizerKind:
     is_elementwise: bool = True
 
 
-def build_optimizer(groups: Groups, training: TrainingArgs, in_layers: Sequence[nn.Parameter] = ()) -> Optimizer:
+def build_optimizer(groups: Groups, training: TrainingArgs, in_layers: Sequence[nn.Parameter]) -> Optimizer:
     """in_layers: the matrices of the decoder's layers."""
     return OPTIMIZERS[training.optim].build(groups, training, in_layers)
 

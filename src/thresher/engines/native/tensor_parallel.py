@@ -30,6 +30,7 @@ from transformers.distributed.tensor_parallel import (
     replace_layer_number_by_wildcard,
 )
 
+from thresher.distributed.tensors import own_part
 from thresher.errors import UserError
 from thresher.models.attention.interface import PAIR_ATTENTION
 from thresher.models.optimizations.llama_layers import is_llama_like
@@ -38,7 +39,6 @@ from thresher.models.pipeline_chunk import IdentityModule, decoder_of, local_lay
 # transformers would all-reduce these gradients after every backward, adding earlier micro-batches again
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 _ROWWISE = "thresher_rowwise_to_rows"
-_ROWS = (Shard(1),)
 _ALL_ROWS = (Replicate(),)
 
 
@@ -60,7 +60,7 @@ def apply_tensor_parallel(
     on_other_stages = {name for name, module in model.named_modules() if isinstance(module, IdentityModule)}
     plan = {name: style for name, style in model.tp_plan.items() if name not in partial}
     if not splits_experts:
-        plan = {name: style for name, style in plan.items() if not f"{name}.".count(".experts.")}
+        plan = {name: style for name, style in plan.items() if ".experts." not in f"{name}."}
     styles = {name: style for name, style in _with_adapters(model, plan).items() if name not in on_other_stages}
     norms: frozenset[str] = frozenset()
     if splits_rows:
@@ -103,9 +103,7 @@ class _SequenceParallel:
 
     def split(self, rows: Tensor) -> Tensor:
         """Take this process's rows; the backward gathers."""
-        whole = DTensor.from_local(rows, self.mesh, _ALL_ROWS, run_check=False)
-        own: Tensor = whole.redistribute(placements=_ROWS).to_local()
-        return own
+        return own_part(rows, self.mesh, 1)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather all rows, for computations that every process repeats; the backward takes this process's rows."""

@@ -39,22 +39,27 @@ def convert_shards(model: PreTrainedModel, stored: Mapping[str, Any], path: str,
     settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=model.dtype)
     with _without_adapters(model):
         report, _ = convert_and_load_state_dict_in_model(model, dict(stored), settings)
-    for name, shape, expected in sorted(report.mismatched_keys):
-        raise wrong_shape(path, name, shape, expected)
-    for name, error in report.conversion_errors.items():
-        if not to_local(model.get_parameter(name)).numel():  # this process has no expert of the layer
-            continue
-        raise UserError(
-            f"transformers cannot convert the tensors of {name} in {path}: {error}; download the model again"
-        )
-    for name in _needed(model, report.missing_keys):
-        if name.endswith(REWARD_HEAD):
-            nn.init.zeros_(to_local(model.get_parameter(name)))
-        elif to_local(model.state_dict()[name]).numel():
-            raise missing_tensor(path, name)
+        _check_report(report, model, path)
     model.tie_weights()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained[name])
+
+
+def _check_report(report: Any, model: PreTrainedModel, path: str) -> None:
+    """Raise the first problem of a conversion; a process that has nothing of a parameter has none with it."""
+    held = {name: to_local(tensor).numel() for name, tensor in model.state_dict().items()}
+    for name, shape, expected in sorted(report.mismatched_keys):
+        raise wrong_shape(path, name, shape, expected)
+    for name, error in report.conversion_errors.items():
+        if held[name]:
+            raise UserError(
+                f"transformers cannot convert the tensors of {name} in {path}: {error}; download the model again"
+            )
+    for name in _needed(model, report.missing_keys):
+        if name.endswith(REWARD_HEAD):
+            nn.init.zeros_(to_local(model.get_parameter(name)))
+        elif held[name]:
+            raise missing_tensor(path, name)
 
 
 def check_conversion(model: PreTrainedModel, stored: Mapping[str, Any], path: str) -> None:

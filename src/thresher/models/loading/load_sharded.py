@@ -206,7 +206,10 @@ def _broadcast(values: Tensor, source: int, group: Group, device: torch.device) 
 
 def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
     """Whether the files have each parameter as it is: experts may be stored one by one, and loaded as one tensor."""
-    reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False)
+    return _has_every_parameter(SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False), model)
+
+
+def _has_every_parameter(reader: SafetensorsReader, model: PreTrainedModel) -> bool:
     names = [_stored_name(name) for name, _ in model.named_parameters() if ".lora_" not in name]
     return all(reader.has(name) or _is_new_head(name, reader) for name in names)
 
@@ -214,7 +217,7 @@ def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
 def check_tensors(model: PreTrainedModel, path: str) -> None:
     """Reject files without a parameter of a model on the meta device, or of another shape; reads no values."""
     reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=False)
-    if not stores_every_parameter(model, path):
+    if not _has_every_parameter(reader, model):
         check_conversion(model, reader.slices(), path)
         return
     for name, parameter in [*model.named_parameters(), *_stored_buffers(model, reader)]:
