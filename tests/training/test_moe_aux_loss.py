@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, OlmoeConfig, PhimoeConfig, Qwen2MoeConfig
 
 from tests.support.compared_runs import merge
+from tests.support.small_runs import save_small_tokenizer
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import FAMILIES, GROUPED, MIXED, tiny_model
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import check_engine
+from thresher.builders.inputs import find_layout
 from thresher.config import parse_config
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.data.example import ExampleBatch
@@ -23,7 +26,7 @@ from thresher.engines.native.build import train_engine
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.losses.registry import make_losses
-from thresher.models.layouts import PackedLayout, PaddedLayout
+from thresher.models.layouts import PackedLayout, PaddedLayout, with_ends
 from thresher.models.loading.load import without_dropout
 from thresher.models.router import FAMILIES as ROUTERS
 
@@ -82,8 +85,9 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], float | None]:
     """Gradients of a step from these micro-batches, and the logged loss of the router."""
     model = copy.deepcopy(model)
+    rows = with_ends(LAYOUTS[layout]) if coef else LAYOUTS[layout]
     policy = train_engine(
-        model, LAYOUTS[layout], dtype, TrainingArgs(learning_rate=1.0), model_args=ModelArgs(moe_aux_loss_coef=coef)
+        model, rows, dtype, TrainingArgs(learning_rate=1.0), model_args=ModelArgs(moe_aux_loss_coef=coef)
     )
     objective = Objective(terms=((make_losses([loss], {})[0], weight),))
     micro_batches = [MicroBatch(batch, policy.score(batch) if objective.needs_reference else None) for batch in batches]
@@ -177,6 +181,16 @@ def base(tmp_path_factory) -> dict[str, Any]:
         "pref_loss": "simpo",
         "actor_train": {"model_args": {"dtype": "fp32"}, "training_args": training},
     }
+
+
+def test_the_rows_of_a_run_are_all_tokens(base):
+    """Of the reference too, so that both round alike."""
+    save_small_tokenizer(Path(base["pretrain"]))
+    layouts = [
+        find_layout(parse_config(merge(base, {"actor_train": {"model_args": {"moe_aux_loss_coef": coef}}})))[1]
+        for coef in (0.0, 0.3)
+    ]
+    assert layouts[1] == with_ends(layouts[0]) != layouts[0]
 
 
 def test_a_run_logs_the_loss_and_trains_the_router_with_it(base):

@@ -44,7 +44,7 @@ from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.losses.objective import Objective
 from thresher.losses.pairs import ExampleLogps
 from thresher.losses.registry import make_losses
-from thresher.models.layouts import Layout, PackedLayout, PaddedLayout
+from thresher.models.layouts import Layout, PackedLayout, PaddedLayout, with_ends
 from thresher.models.loading.adapters import LoraSettings
 from thresher.models.loading.load import DTYPES, load_model
 from thresher.models.loading.load_sharded import build_on_meta
@@ -148,7 +148,8 @@ class Case:
     @property
     def rows(self) -> Layout:
         """The layout of the policy's rows."""
-        return replace(LAYOUTS[self.layout], scored="end") if self.is_reward_model else LAYOUTS[self.layout]
+        layout = replace(LAYOUTS[self.layout], scored="end") if self.is_reward_model else LAYOUTS[self.layout]
+        return with_ends(layout) if self.router_loss_coef else layout
 
     @property
     def num_processes(self) -> int:

@@ -66,7 +66,7 @@ def build_train(spec: ModelSpec[ZeroSettings]) -> TrainEngine:
         dist_init_required=False,
     )
     dp_group = _data_parallel_group(spec)
-    model, layout = with_balance(_pair_model(spec, module, engine), spec.layout, spec.model_args, dp_group)
+    model = with_balance(_pair_model(spec, module, engine), spec.model_args, dp_group)
     partitions = find_partitions(stage, engine.optimizer, trained, shapes)
     parameters = PartitionedParameters(engine, optimizer, partitions, dp_group, stage)
 
@@ -76,7 +76,7 @@ def build_train(spec: ModelSpec[ZeroSettings]) -> TrainEngine:
 
     return TrainEngine(
         model=module.train(),
-        executor=SequentialExecutor(model, layout, run_backward),
+        executor=SequentialExecutor(model, spec.layout, run_backward),
         dp_group=dp_group,
         device=model.device,
         hidden_size=model.hidden_size,

@@ -82,9 +82,7 @@ def train_engine(
     compilation: Compilation | None = None,
 ) -> TrainEngine:
     """The engine of a policy that is loaded."""
-    model, layout = with_balance(
-        _pair_model(module, layout, compute_dtype, parallel), layout, model_args, parallel.dp_group
-    )
+    model = with_balance(_pair_model(module, layout, compute_dtype, parallel), model_args, parallel.dp_group)
     parameters = LocalParameters(module, model.base_model, parallel, training)
     if compilation is not None:
         compilation.apply(model.backbone)

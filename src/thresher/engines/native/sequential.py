@@ -19,7 +19,7 @@ from thresher.distributed.groups import DataParallelGroup, Group, Metrics
 from thresher.engines.accumulate import LossFn, MicroBatchExecutor, TokenCounts
 from thresher.losses.pairs import NO_STATISTICS, ExampleLogps, TokenStatistics, concat_sides, map_tensors
 from thresher.models.forward_check import check_logps
-from thresher.models.layouts import Layout, ModelInputs, with_ends
+from thresher.models.layouts import Layout, ModelInputs
 from thresher.models.lm_head import ScoredTokens
 from thresher.models.logps import PairModel
 from thresher.models.router import ExpertBalance, num_experts
@@ -85,18 +85,16 @@ def collate_step(layout: Layout, batches: Sequence[ExampleBatch], num_scheduled:
     return [collate(layout, batch) for batch in [*batches, *missing]]
 
 
-def with_balance(
-    model: PairModel, layout: Layout, args: ModelArgs, ranks: DataParallelGroup
-) -> tuple[PairModel, Layout]:
-    """Let a policy add its load-balancing loss, if it has one, over all tokens of its sequences."""
+def with_balance(model: PairModel, args: ModelArgs, ranks: DataParallelGroup) -> PairModel:
+    """Let a policy add its load-balancing loss, if it has one; over all tokens if the layout computes the last ones."""
     if not args.moe_aux_loss_coef:
-        return model, layout
+        return model
     # before a pipeline's chunks, whose layers alone transformers would find in their first forward
     backbone: Any = model.backbone
     maybe_install_capturing_hooks(backbone)
     config = model.base_model.config.get_text_config()
     balance = ExpertBalance(args.moe_aux_loss_coef, num_experts(config), int(config.num_experts_per_tok), ranks)
-    return replace(model, balance=balance), with_ends(layout)
+    return replace(model, balance=balance)
 
 
 @contextmanager
