@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thresher.config import DPOConfig
-from thresher.config.section import Section, inner_section
+from thresher.config.section import Section, holds_sections_by_name, inner_section
 from thresher.config.strategies import find_strategy
 from thresher.importers import huggingface, roll
 from thresher.importers.convert import DIALECTS
@@ -39,6 +39,9 @@ TITLES = {
     "ModelArgs": "Policy model",
     "TrainingArgs": "Training",
     "DataArgs": "Data",
+    "TrainingDataArgs": "Mixture",
+    "SetArgs": "One of several data sets",
+    "SourceArgs": "Source of a mixture",
     "RoleConfig": "Workers",
     "PolicyConfig": "Policy",
     "ReferenceConfig": "Reference",
@@ -96,7 +99,9 @@ def find_sections(section: Section, prefix: str = "") -> Iterator[tuple[str, Sec
             role = "infer" if prefix.startswith("reference") else "train"
             yield from ((f"{prefix}{name}.", find_strategy(f"{engine}_{role}").settings()) for engine in ENGINES)
         elif (inner := inner_section(type(section), name)) is not None:
-            yield from find_sections(getattr(section, name) or inner(), f"{prefix}{name}.")
+            named = holds_sections_by_name(type(section), name)
+            below = inner.model_construct() if named else getattr(section, name) or inner()
+            yield from find_sections(below, f"{prefix}{name}.NAME." if named else f"{prefix}{name}.")
 
 
 def find_places() -> dict[type[Section], dict[str, Section]]:
@@ -111,7 +116,9 @@ def chapters() -> list[Chapter]:
     """Return all keys by chapter, in the order of the page."""
     by_title: dict[str, _Found] = {}
     for cls, where in find_places().items():
-        keys = [name for name in cls.model_fields if inner_section(cls, name) is None]
+        keys = [
+            name for name in cls.model_fields if inner_section(cls, name) is None or holds_sections_by_name(cls, name)
+        ]
         bases = [each for each in cls.__mro__[1:] if issubclass(each, Section) and each.__name__ in TITLES]
         inherited = [key for key in keys if any(key in base.model_fields for base in bases)]
         for base in bases:

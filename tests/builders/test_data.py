@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.logged import logged
 from tests.support.small_runs import save_small_model
-from thresher.builders.data import data_settings
+from thresher.builders.data_parts import data_parts, data_settings
 from thresher.builders.inputs import find_layout
 from thresher.builders.preflight.files import check_data
 from thresher.config import parse_config
@@ -16,7 +16,7 @@ from thresher.config import parse_config
 
 def file_names(*names: str, dataset_dir: str | None) -> tuple[str, ...]:
     config = parse_config({"actor_train": {"data_args": {"file_name": list(names), "dataset_dir": dataset_dir}}})
-    return data_settings(config, config.actor_train.data_args).file_names
+    return data_settings(config, data_parts(config)[""]).file_names
 
 
 def test_a_relative_file_name_that_does_not_exist_is_found_in_dataset_dir(tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_template_arguments_reach_the_preparation():
     config = parse_config(
         {"actor_train": {"data_args": {"template_arguments": {"enable_thinking": False}, "file_name": "a"}}}
     )
-    assert data_settings(config, config.actor_train.data_args).template_arguments == {"enable_thinking": False}
+    assert data_settings(config, data_parts(config)[""]).template_arguments == {"enable_thinking": False}
 
 
 def test_the_check_before_a_run_finds_files_in_dataset_dir(tmp_path):
@@ -61,4 +61,4 @@ def test_a_revision_names_the_hub_data_sets_of_a_run():
     config = parse_config(
         {"actor_train": {"data_args": {"file_name": ["a.jsonl", "hf://org/b:test"], "revision": "v2"}}}
     )
-    assert data_settings(config, config.actor_train.data_args).file_names == ("a.jsonl", "hf://org/b@v2:test")
+    assert data_settings(config, data_parts(config)[""]).file_names == ("a.jsonl", "hf://org/b@v2:test")

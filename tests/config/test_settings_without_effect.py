@@ -232,6 +232,7 @@ ALWAYS = {
     *(f"actor_train.training_args.{name}" for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
     *(f"actor_train.training_args.{name}" for name in ("lr_scheduler_type", "gradient_checkpointing", "torch_compile")),
     *(f"{section}.data_args.store" for section in ("actor_train", "validation")),
+    *("actor_train.data_args.sources", "actor_train.data_args.order", "validation.sets"),
 }
 BY_LOSS = {
     *(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from tests.support.tiny_chat_model import quickstart_rows
-from thresher.builders.data import data_settings
+from thresher.builders.data_parts import data_parts, data_settings
 from thresher.config import DataArgs, DPOConfig
 from thresher.data.prepare.prepare import DataSettings, prepare, store_fingerprint
 from thresher.data.rows.formats import PreferenceRow, detect_format, to_preference_row
@@ -292,9 +292,9 @@ def test_special_tokens_in_text_is_part_of_the_store_fingerprint(chat_tokenizer:
 
 
 def test_special_tokens_in_text_is_read_from_the_config() -> None:
-    config = DPOConfig.model_validate({"actor_train": {"data_args": {"special_tokens_in_text": "reject"}}})
-    args = config.actor_train.data_args.model_copy(update={"file_name": ["a.jsonl"]})
-    assert data_settings(config, args).special_tokens_in_text == "reject"
+    args = {"special_tokens_in_text": "reject", "file_name": ["a.jsonl"]}
+    config = DPOConfig.model_validate({"actor_train": {"data_args": args}})
+    assert data_settings(config, data_parts(config)[""]).special_tokens_in_text == "reject"
     with pytest.raises(ValueError, match="special_tokens_in_text has no effect on a store"):
         DataArgs(store="s", special_tokens_in_text="reject")
 

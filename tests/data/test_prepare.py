@@ -236,7 +236,7 @@ def test_all_bad_rows_are_counted_before_the_error_and_shown_by_reason_with_the_
     for number in (50, 600, 700, 1100):
         rows[number]["chosen"] = 3
     rows[1150] = {"prompt": "Why?"}
-    settings = DataSettings(write_rows(*rows), section="validation")
+    settings = DataSettings(write_rows(*rows), section="validation.data_args")
     with pytest.raises(UserError) as error:
         prepare(settings, chat_tokenizer, tmp_path / "s")
     start, _, end = str(error.value).partition(" Fix them, or set ")

@@ -107,11 +107,11 @@ def base(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_run_holds_out_the_same_pairs_of_its_files_and_of_a_store(base: dict[str, Any], tmp_path: Path) -> None:
-    from thresher.builders.data import data_settings
+    from thresher.builders.data_parts import data_parts, data_settings
     from thresher.models.loading.load import load_tokenizer
 
     config, from_files = open_small_inputs(base)
-    prepare(data_settings(config, config.actor_train.data_args), load_tokenizer(base["pretrain"]), tmp_path / "store")
+    prepare(data_settings(config, data_parts(config)[""]), load_tokenizer(base["pretrain"]), tmp_path / "store")
     on_store = merge(base, {"actor_train": {"data_args": {"store": str(tmp_path / "store")}}})
     for name in ("file_name", "template"):
         del on_store["actor_train"]["data_args"][name]

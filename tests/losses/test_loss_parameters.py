@@ -60,7 +60,7 @@ def test_alpha_divergence_coef_changes_the_result():
 
 def test_no_modifier_of_the_objective_is_left_out_here():
     # of single responses and lists (test_responses.py)
-    changes_no_loss = {"measures_entropy", "comparisons", "reads_labels", "reference_point"}
+    changes_no_loss = {"measures_entropy", "comparisons", "reads_labels", "reference_point", "groups"}
     fields = set(Objective.__dataclass_fields__) - {"terms", "f_alpha_divergence_coef"} - changes_no_loss
     assert fields == set(MODIFIERS)
 

@@ -147,6 +147,7 @@ def test_the_formula_has_every_term_and_modifier_that_is_on():
         "f_alpha_divergence_coef",
         "reads_labels",
         "reference_point",
+        "groups",
     }
     assert MODIFIERS.keys() == {field.name for field in dataclasses.fields(Objective)} - no_modifiers
     for name, (value, text) in MODIFIERS.items():

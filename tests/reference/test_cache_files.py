@@ -439,7 +439,7 @@ def test_kto_scores_each_answer_once_and_mismatched_ones_once_per_seed_and_epoch
 def test_an_example_without_a_mismatched_answer_has_the_logps_of_its_own_alone(tmp_path):
     labels = noise_labels(2).pairs
     one_prompt = PairsInMemory([replace(each, prompt_ids=labels[0].prompt_ids) for each in labels])
-    visits = MismatchedAnswers.in_one_step(one_prompt)
+    visits = MismatchedAnswers.of_sets(one_prompt)
     reference = precomputed(
         open_cache(tmp_path),
         visits,

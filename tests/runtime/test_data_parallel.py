@@ -41,7 +41,18 @@ CASES = {
     "bco_pair carries state from step to step": {"pref_loss": "bco_pair"},
     "a synced reference": {"reference": {"sync_steps": 2}},
     "a loss in a file of the user": {"pref_loss": f"{ROOT / 'tests/support/own_loss.py'}:squared"},
+    "a mixture and two validation sets": {"pref_loss": "aot"},
 }
+
+
+def case_of(base: dict[str, Any], name: str) -> dict[str, Any]:
+    if "mixture" not in name:
+        return CASES[name]
+    many, few = (base[role]["data_args"]["file_name"] for role in ("actor_train", "validation"))
+    sources = {"many": {"file_name": many, "weight": 0.8}, "few": {"file_name": few, "count": 4}}
+    sets = {"few": {"file_name": few}, "many": {"file_name": many, "max_samples": 5}}
+    train, validation = {"file_name": [], "sources": sources}, {"data_args": {"file_name": []}, "sets": sets}
+    return CASES[name] | {"actor_train": {"data_args": train}, "validation": validation}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +63,7 @@ def in_process(base, tmp_path_factory):
     def run(name: str) -> Path:
         if name not in known:
             known[name] = tmp_path_factory.mktemp("local")
-            values = merge(merge(base, CASES[name]), {"output_dir": str(known[name])})
+            values = merge(merge(base, case_of(base, name)), {"output_dir": str(known[name])})
             DPOPipeline(parse_config(values)).run()
         return known[name]
 
@@ -96,9 +107,9 @@ def on_workers(request, reference_cluster, base, tmp_path_factory):
 
 @pytest.mark.covered
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_on_workers_equals_the_run_in_one_process(in_process, on_workers, tmp_path, name):
+def test_a_run_on_workers_equals_the_run_in_one_process(in_process, on_workers, base, tmp_path, name):
     local = in_process(name)
-    on_workers(CASES[name], tmp_path)
+    on_workers(case_of(base, name), tmp_path)
     assert_same_run(tmp_path, local)
 
 

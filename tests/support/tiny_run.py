@@ -34,6 +34,14 @@ class PairsInMemory:
     """The part of ExampleStore that a trainer uses."""
 
     unit = "pairs"
+    subsets: list[str] = []
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"": self}
+
+    def part_of(self, ids: np.ndarray) -> np.ndarray:
+        return np.zeros(len(ids), dtype=np.int64)
 
     def __init__(self, pairs: Sequence[Example]):
         self.pairs = list(pairs)

@@ -1,22 +1,26 @@
-"""The pair stores of a run: opened if they exist, prepared otherwise."""
+"""The pair stores of a run, one for each source or set: opened if they exist, prepared otherwise."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast, get_args
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from thresher.config import DataArgs, DPOConfig
+from thresher.builders.data_parts import DataPart, data_parts, data_settings
+from thresher.config import DPOConfig
+from thresher.data.batching.curriculum import Curriculum, Key
+from thresher.data.batching.plan import Plan, Share
 from thresher.data.example import ExampleBatch
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.prepare import store_fingerprint, tokenizer_digest
 from thresher.data.prepare.report import report_of, truncation_of
 from thresher.data.settings import DataSettings
-from thresher.data.sources.resolve import at_revision, find_in_directory
 from thresher.data.store.cache import StoreCache
+from thresher.data.store.joined import Stores, join
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
@@ -27,43 +31,16 @@ logger = logging.getLogger(__name__)
 StoreBuilder = Callable[[DataSettings, PreTrainedTokenizerBase, Path], object]
 
 
-def data_settings(config: DPOConfig, args: DataArgs) -> DataSettings:
-    return DataSettings(
-        file_name=[at_revision(find_in_directory(name, args.dataset_dir), args.revision) for name in args.file_name],
-        template=args.template,
-        template_arguments=args.template_arguments,
-        sequence_length=config.sequence_length,
-        truncation=args.truncation,
-        on_bad_row=args.on_bad_row,
-        special_tokens_in_text=args.special_tokens_in_text,
-        chosen_key=config.chosen_key,
-        rejected_key=config.rejected_key,
-        prompt_key=config.prompt_key,
-        completion_key=config.completion_key,
-        label_key=config.label_key,
-        completions_key=config.completions_key,
-        scores_key=config.scores_key,
-        system_prompt=args.system_prompt,
-        join_labelled=args.join_labelled,
-        margin_from_scores=args.margin_from_scores,
-        max_samples=args.max_samples,
-        num_processes=args.preprocessing_num_workers,
-        section="validation" if config.validation and args is config.validation.data_args else "actor_train",
-    )
-
-
 def open_stores(
     config: DPOConfig, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
-) -> tuple[ExampleStore, ExampleStore | None]:
+) -> tuple[Stores, Stores | None]:
     """Open the training and the validation pairs; warn if they overlap, or if many pairs were too long."""
-    train = _open_store(config, config.actor_train.data_args, tokenizer, build)
-    _warn_about_truncation(train, "actor_train", config.actor_train.data_args)
+    train = _open_parts(config, data_parts(config), tokenizer, build)
     if config.validation is None:
         return train, None
     if config.validation.split is not None:
         return train.split(config.validation.split, config.seed)
-    validation = _open_store(config, config.validation.data_args, tokenizer, build)
-    _warn_about_truncation(validation, "validation", config.validation.data_args)
+    validation = _open_parts(config, data_parts(config, validation=True), tokenizer, build)
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:
         logger.warning(
@@ -77,11 +54,51 @@ def open_stores(
     return train, validation
 
 
-def _warn_about_truncation(store: ExampleStore, role: str, args: DataArgs) -> None:
+def _open_parts(
+    config: DPOConfig, parts: Mapping[str, DataPart], tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
+) -> Stores:
+    stores = {name: _open_store(config, part, tokenizer, build) for name, part in parts.items()}
+    for name, part in parts.items():
+        _warn_about_truncation(stores[name], part)
+    return join(stores)
+
+
+def shares_of(config: DPOConfig, train: Stores) -> tuple[Share, ...]:
+    """How many examples an epoch visits of each source; none if it visits all of one."""
+    if not config.actor_train.data_args.sources:
+        return ()
+    found = []
+    for name, part in data_parts(config).items():
+        size = len(train.parts[name])
+        assert part.share is not None  # noqa: S101  # of a source
+        weight = 1.0 if part.share.weight is None else part.share.weight
+        count = part.share.count or round(weight * size)
+        if count == 0:
+            raise UserError(f"{part.named}.weight {weight:g} of {size} {train.unit} is none of them; raise it")
+        found.append(Share(size, count))
+    return tuple(found)
+
+
+def build_curriculum(order: str, train: Stores) -> Curriculum | None:
+    """The curriculum of data_args.order; None if it is not one."""
+    key = order.removeprefix("-")
+    return Curriculum(train, cast("Key", key), order != key) if key in get_args(Key) else None
+
+
+def describe_mixture(train: Stores, plan: Plan) -> str | None:
+    """Name the order, and how many examples an epoch visits of each source; None if all are shuffled."""
+    order = plan.order if plan.curriculum is None else f"in order of {plan.curriculum.order}"
+    if not plan.shares:
+        return None if order == "proportional" else order
+    shares = (f"{name} {share.count:,} of {share.size:,}" for name, share in zip(train.parts, plan.shares, strict=True))
+    return f"{', '.join(shares)}, {order}"
+
+
+def _warn_about_truncation(store: ExampleStore, part: DataPart) -> None:
     """Warn if many pairs were dropped as too long; in a named store, this depends on the options of `prepare`."""
-    names = (
-        ("--sequence-length ", "--truncation ") if args.store else ("sequence_length=", f"{role}.data_args.truncation=")
-    )
+    role = "validation" if part.split_name == "validation" else "actor_train"
+    of_config = ("sequence_length=", f"{role}.data_args.truncation=")
+    names = ("--sequence-length ", "--truncation ") if part.args.store else of_config
     try:
         warning = report_of(store).truncation_warning(truncation_of(store), *names)
     except UserError as error:  # the pairs themselves have checksums
@@ -91,7 +108,7 @@ def _warn_about_truncation(store: ExampleStore, role: str, args: DataArgs) -> No
 
 
 def check_examples(
-    config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[ExampleStore | None]
+    config: DPOConfig, objective: Objective, model: PreTrainedConfig, stores: Sequence[Stores | None]
 ) -> None:
     """Reject columns that the losses ignore and pairs longer than the model's context, before training."""
     if any(store is not None and store.has_token_weights for store in stores):
@@ -105,9 +122,7 @@ def check_examples(
                 "the data has token weights, which apply_loss_mask=false would ignore; remove apply_loss_mask"
             )
     context, longrope = max_positions(model), longrope_limit(model)
-    for store in stores:
-        if store is None:
-            continue
+    for store in (part for each in stores if each is not None for part in each.parts.values()):
         objective.check_columns(weight="weight" in store.columns_in_use, margin="margin" in store.columns_in_use)
         longest, limit = store.longest_example, config.sequence_length
         found = f"{store.path} contains {store.unit} of up to {longest} tokens"
@@ -125,7 +140,7 @@ def check_examples(
             )
 
 
-def probe_examples(store: ExampleStore) -> ExampleBatch:
+def probe_examples(store: Stores) -> ExampleBatch:
     """Two pairs to check the model on: those with the shortest and the longest sequence of the first 4096.
 
     The longest is the most likely to exceed a sliding window, and a difference in length shows a dependence on it.
@@ -146,36 +161,35 @@ def open_given_store(config: DPOConfig, path: str, tokenizer: PreTrainedTokenize
     return store
 
 
-def find_store(config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase) -> ExampleStore | None:
+def find_store(config: DPOConfig, part: DataPart, tokenizer: PreTrainedTokenizerBase) -> ExampleStore | None:
     """Open the store of this data, tokenizer and settings where it is, without preparing or copying; None if absent."""
-    if args.store:
-        return open_given_store(config, args.store, tokenizer)
-    fingerprint = store_fingerprint(data_settings(config, args), tokenizer)
-    for path in (_store_path(config, args, fingerprint), StoreCache(config.cache_dir).root / fingerprint):
+    if part.args.store:
+        return open_given_store(config, part.args.store, tokenizer)
+    fingerprint = store_fingerprint(data_settings(config, part), tokenizer)
+    for path in (_store_path(config, part, fingerprint), StoreCache(config.cache_dir).root / fingerprint):
         if path.is_dir():
             return ExampleStore.open(path, expected_fingerprint=fingerprint)
     return None
 
 
-def _store_path(config: DPOConfig, args: DataArgs, fingerprint: str) -> Path:
+def _store_path(config: DPOConfig, part: DataPart, fingerprint: str) -> Path:
     """The run's store of this split: data/train-9cd92b7f01aa, or data/9cd92b7f01aa43e5 of a run of earlier versions."""
     directory = Path(config.output_dir) / "data"
     of_earlier_versions = directory / fingerprint[:16]
     if of_earlier_versions.is_dir():
         return of_earlier_versions
-    split = "train" if args is config.actor_train.data_args else "validation"
-    return directory / f"{split}-{fingerprint[:12]}"
+    return directory / f"{part.split_name}-{fingerprint[:12]}"
 
 
 def _open_store(
-    config: DPOConfig, args: DataArgs, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
+    config: DPOConfig, part: DataPart, tokenizer: PreTrainedTokenizerBase, build: StoreBuilder
 ) -> ExampleStore:
     """Open the store of this data, tokenizer and settings; if the run has none, from the cache or newly prepared."""
-    if args.store:
-        return open_given_store(config, args.store, tokenizer)
-    settings = data_settings(config, args)
+    if part.args.store:
+        return open_given_store(config, part.args.store, tokenizer)
+    settings = data_settings(config, part)
     fingerprint = store_fingerprint(settings, tokenizer)
-    path = _store_path(config, args, fingerprint)
+    path = _store_path(config, part, fingerprint)
     if path.exists():
         logger.info("using prepared pairs in %s", path)
         return ExampleStore.open(path, expected_fingerprint=fingerprint)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from thresher.builders.data import StoreBuilder, open_stores
+from thresher.builders.data import StoreBuilder, build_curriculum, open_stores, shares_of
 from thresher.builders.engines import trained_parts
 from thresher.builders.objective import build_objective, for_data, trains_rewards, warn_about_labels
 from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
@@ -20,7 +21,7 @@ from thresher.data.batching.mismatched import Examples, MismatchedAnswers, Visit
 from thresher.data.batching.plan import Plan, make_plan
 from thresher.data.example import Scored
 from thresher.data.prepare.prepare import prepare
-from thresher.data.store.reader import ExampleStore
+from thresher.data.store.joined import Stores
 from thresher.engines.accumulate import empty_metrics
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
@@ -118,27 +119,35 @@ class RunInputs:
         return self._found_layout[1]
 
     @cached_property
-    def _stores(self) -> tuple[ExampleStore, ExampleStore | None]:
+    def _stores(self) -> tuple[Stores, Stores | None]:
         stores = open_stores(self.config, self.tokenizer, self._build_store)
         self.objective = for_data(self.objective, *stores)
         warn_about_labels(self.objective, stores[0])
         if stores[1] is not None:
-            # of labelled responses, the margin is the difference of two means
-            measured = {f"eval/{name}" for name in (*empty_metrics(self.objective), "rewards/margins")}
-            if (metric := self.config.metric_for_best_model) not in measured:
-                names = " + ".join(loss.name for loss, _ in self.objective.terms)
-                raise UserError(
-                    f"metric_for_best_model is {metric}, which is not measured with {names}; use "
-                    f"{', '.join(each for each in EVAL_METRICS if each in measured)}"
-                )
+            self._check_best_metric(stores[1])
+        if names := [name for name in stores[0].parts if name]:
+            self.objective = replace(self.objective, groups=tuple(f"train/{name}" for name in names))
         return stores
 
+    def _check_best_metric(self, validation: Stores) -> None:
+        # of labelled responses, the margin is the difference of two means
+        measured = {*empty_metrics(self.objective), "rewards/margins"}
+        sets = [f"eval/{name}/" for name in validation.parts if name]
+        metric = self.config.metric_for_best_model
+        if metric not in {f"{prefix}{name}" for prefix in ("eval/", *sets) for name in measured}:
+            names = " + ".join(loss.name for loss, _ in self.objective.terms)
+            of_sets = f", of all pairs or of one set ({', '.join(sets)})" if sets else ""
+            raise UserError(
+                f"metric_for_best_model is {metric}, which is not measured with {names}; use "
+                f"{', '.join(each for each in EVAL_METRICS if each.removeprefix('eval/') in measured)}{of_sets}"
+            )
+
     @cached_property
-    def train(self) -> ExampleStore:
+    def train(self) -> Stores:
         return self._stores[0]
 
     @cached_property
-    def validation(self) -> ExampleStore | None:
+    def validation(self) -> Stores | None:
         return self._stores[1]
 
     @cached_property
@@ -152,17 +161,21 @@ class RunInputs:
     def validation_examples(self) -> Examples | None:
         if self.validation is None or not self.objective.reads_mismatched:
             return self.validation
-        return MismatchedAnswers.in_one_step(self.validation)
+        return MismatchedAnswers.of_sets(self.validation)
 
     @cached_property
     def plan(self) -> Plan:
         config = self.config
+        shares, order = shares_of(config, self.train), config.actor_train.data_args.order
         plan = make_plan(
-            len(self.train),
+            sum(share.count for share in shares) or len(self.train),
             seed=config.seed,
             pairs_per_step=config.pairs_per_step,
             max_steps=config.max_steps,
             num_epochs=config.num_train_epochs,
+            shares=shares,
+            order="sequential" if order == "sequential" else "proportional",
+            curriculum=build_curriculum(order, self.train),
         )
         return VisitPlan(**vars(plan)) if self.objective.reads_mismatched else plan
 

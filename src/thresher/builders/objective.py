@@ -11,6 +11,7 @@ from thresher.config import DPOConfig
 from thresher.config.loss import LOSS_PARAMETERS
 from thresher.data.prepare.report import report_of
 from thresher.data.rows.formats import FORMATS
+from thresher.data.store.joined import Stores
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
@@ -79,7 +80,7 @@ def scores_steps_twice(config: DPOConfig) -> bool:
     return False
 
 
-def for_data(objective: Objective, train: ExampleStore, validation: ExampleStore | None = None) -> Objective:
+def for_data(objective: Objective, train: Stores, validation: Stores | None = None) -> Objective:
     """Return the objective as it reads this data; UserError if it cannot."""
     if validation is not None and (train.kind == "labels") != (validation.kind == "labels"):
         raise UserError(
@@ -91,9 +92,8 @@ def for_data(objective: Objective, train: ExampleStore, validation: ExampleStore
     if objective.comparisons != "all" and not reads_comparisons:
         what = "pairs" if train.kind == "pairs" else names
         raise UserError(f"comparisons={objective.comparisons} has no effect on {what}; remove it")
-    found = as_read(objective, train)
-    if validation is not None:
-        as_read(objective, validation)
+    parts = [part for stores in (train, validation) if stores is not None for part in stores.parts.values()]
+    found, *_ = [as_read(objective, part) for part in parts]
     return found
 
 
@@ -139,17 +139,18 @@ def _check_labels(names: str, store: ExampleStore) -> None:
             )
 
 
-def warn_about_labels(objective: Objective, train: ExampleStore) -> None:
+def warn_about_labels(objective: Objective, train: Stores) -> None:
     """Warn if a loss on labels sees only one of them."""
     if not any(loss.reads == "labels" for loss, _ in objective.terms):
         return
-    report = report_of(train)
-    if report.desirable in (0, report.pairs_kept):
+    reports = [report_of(part) for part in train.parts.values()]
+    desirable = sum(each.desirable for each in reports)
+    if desirable in (0, sum(each.pairs_kept for each in reports)):
         logger.warning(
             "%s: every response is labelled %s, so the loss only makes responses %s likely; add rows with the other "
             "label",
             train.path,
-            *(("desirable", "more") if report.desirable else ("undesirable", "less")),
+            *(("desirable", "more") if desirable else ("undesirable", "less")),
         )
 
 
@@ -163,7 +164,7 @@ _ADVISED: Mapping[str, object] = {
 }
 
 
-def refused_settings(config: DPOConfig, train: ExampleStore) -> frozenset[str]:
+def refused_settings(config: DPOConfig, train: Stores) -> frozenset[str]:
     """The settings that health rules advise and that the losses of a run, or its data, refuse."""
     known = {name for loss in config.loss_weights for name in parameter_defaults(loss)}
     refused = set(LOSS_PARAMETERS) - known

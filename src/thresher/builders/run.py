@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
+from thresher.builders.data import describe_mixture
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import refused_settings
 from thresher.builders.reference_mode import same_initial_weights
@@ -21,6 +22,7 @@ from thresher.checkpoint.save import step_of
 from thresher.config import DPOConfig, ModelArgs
 from thresher.data.batching.plan import Plan
 from thresher.data.prepare.report import report_of
+from thresher.data.store.joined import Stores
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import HealthStopped, RescaleRequested, RunStopped, UserError
 from thresher.foreign_names import foreign
@@ -126,12 +128,14 @@ def run_facts(inputs: RunInputs, devices: str) -> dict[str, str]:
     """The facts that describe a run to people, by name."""
     config, plan, validation, mode = inputs.config, inputs.plan, inputs.validation, inputs.mode
     epochs, unit = f"{plan.epoch_of(plan.num_steps):.3g}", inputs.train.unit
+    mixture = describe_mixture(inputs.train, plan)
     held_out = "held out " if config.validation and config.validation.split else ""
     for_validation = f", {len(validation):,} {held_out}for validation" if validation else ""
     return {
         "model": f"{config.policy_path} in {config.actor_train.model_args.dtype}",
         "parameters": _describe_parameters(*inputs.num_parameters, config.actor_train.model_args),
-        "data": f"{plan.num_pairs:,} {unit}{for_validation}",
+        "data": f"{len(inputs.train):,} {unit}{for_validation}",
+        **({} if mixture is None else {"mixture": mixture}),
         "loss": inputs.objective.describe(),
         "steps": (
             f"{plan.num_steps:,} steps of {plan.pairs_per_step} {unit} ({epochs} epoch{'' if epochs == '1' else 's'})"
@@ -173,8 +177,8 @@ def describe_run(inputs: RunInputs, facts: Mapping[str, str]) -> None:
         "config": config.model_dump(mode="json"),
         # validation pairs that were held out are counted in the report of the training file
         "data": {
-            "train": _describe_store(inputs.train, has_report=True),
-            "validation": _describe_store(inputs.validation, has_report=not is_held_out),
+            "train": _describe_stores(inputs.train, has_report=True),
+            "validation": _describe_stores(inputs.validation, has_report=not is_held_out),
         },
         "environment": environment(),
     }
@@ -183,9 +187,16 @@ def describe_run(inputs: RunInputs, facts: Mapping[str, str]) -> None:
         durable.replace(config.log_dir / DESCRIPTION, text.encode("utf-8", errors="replace"))
 
 
-def _describe_store(store: ExampleStore | None, *, has_report: bool) -> dict[str, Any] | None:
-    if store is None:
+def _describe_stores(stores: Stores | None, *, has_report: bool) -> dict[str, Any] | None:
+    if stores is None:
         return None
+    described = {name: _describe_store(store, has_report=has_report) for name, store in stores.parts.items()}
+    if "" in described:
+        return described[""]
+    return {"kind": stores.kind, "pairs": len(stores), "report": None, "parts": described}
+
+
+def _describe_store(store: ExampleStore, *, has_report: bool) -> dict[str, Any]:
     try:
         report = report_of(store).to_json() if has_report else None
     except UserError:  # the run has warned about it
@@ -199,9 +210,9 @@ def build_history(inputs: RunInputs) -> History:
     starts_at_reference = objective.needs_reference and same_initial_weights(config)
     has_constant_loss = starts_at_reference and not {"weight", "margin"} & set(columns)
     try:
-        report = report_of(inputs.train)
-        duplicates = sum(each.count for each in report.findings if each.name == "duplicates")
-        num_pairs = report.pairs_kept
+        reports = [report_of(part) for part in inputs.train.parts.values()]
+        duplicates = sum(each.count for report in reports for each in report.findings if each.name == "duplicates")
+        num_pairs = sum(report.pairs_kept for report in reports)
     except UserError:  # a damaged report, which the run has warned about
         duplicates, num_pairs = 0, len(inputs.train)
     return History(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
+from thresher.builders.data import describe_mixture
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.objective import build_schedule
 from thresher.builders.reference import frozen_policy_digest, reference_digest
@@ -20,10 +21,12 @@ from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS, REFERENCE
 def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) -> RankTrainer:
     """Assemble the trainer of a rank."""
     config, plan = inputs.config, inputs.plan
+    mixture = describe_mixture(inputs.train, plan)
     identity: dict[str, str | int] = {
         "data": inputs.train.digest,
         "pairs per step": plan.pairs_per_step,
         "seed": plan.seed,
+        **({} if mixture is None else {"mixture": mixture}),
         "reference": reference_digest(config, inputs.mode, inputs.frozen_weights),
         POLICY_SETTINGS: config_digest(
             str(config.policy_path), trust_remote_code=config.actor_train.model_args.trust_remote_code

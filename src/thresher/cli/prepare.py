@@ -78,6 +78,9 @@ def prepare(
         Path | None, typer.Option(metavar="FILE", help="Take the files, model and settings from a config file.")
     ] = None,
     validation: Annotated[bool, typer.Option(help="With --config: prepare the validation files.")] = False,
+    source: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --config: prepare this source, or set of validation.")
+    ] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Report pairs and prompts that also occur in this store.")
     ] = None,
@@ -121,7 +124,7 @@ def prepare(
     with name_options_in_errors() if config is None else nullcontext():
         if config is not None:
             _reject_options(context, config, validation=validation)
-            loaded = _from_config(config, files or [], validation=validation)
+            loaded = _from_config(config, files or [], validation=validation, source=source or "")
             settings, config_model, trusts_config_model, runtime, ray_address = loaded
             model = model or config_model
             # the config trusts its own model, not one that --model names
@@ -130,6 +133,8 @@ def prepare(
             raise UserError(
                 "--validation has no effect without --config; pass --config FILE, or name the files instead"
             )
+        elif source is not None:
+            raise UserError("--source has no effect without --config; pass --config FILE, or name the files instead")
         elif not files:
             raise UserError("no file is named; pass FILE: paths, globs or URLs")
         else:
@@ -199,10 +204,10 @@ def name_options_in_errors() -> Iterator[None]:
 
 
 def _from_config(
-    path: Path, overrides: list[str], *, validation: bool
+    path: Path, overrides: list[str], *, validation: bool, source: str
 ) -> tuple[DataSettings, str | None, bool, str, str | None]:
     """Return the settings, the path of the tokenizer, whether its code is trusted, the runtime and Ray's address."""
-    from thresher.builders.data import data_settings
+    from thresher.builders.data_parts import data_parts, data_settings
     from thresher.config import load_config
 
     config = load_config(path, overrides)
@@ -210,11 +215,15 @@ def _from_config(
         raise UserError(f"{path} has no section `validation`; leave --validation out")
     if validation and config.validation and config.validation.split is not None:
         raise UserError(f"{path} holds out training pairs for validation (validation.split); leave --validation out")
-    args = config.validation.data_args if validation and config.validation else config.actor_train.data_args
+    parts = data_parts(config, validation=validation)
+    if source not in parts:
+        if "" in parts:
+            raise UserError(f"--source {source} has no effect: {path} names no sources; leave it out")
+        raise UserError(f"{path} names {', '.join(parts)}; pass --source with one of them")
     # not config.uses_ray: the number of training workers does not decide where to tokenize
     runtime = "ray" if config.runtime == "ray" or config.ray_address else "local"
     trusts = config.actor_train.model_args.trust_remote_code
-    return data_settings(config, args), config.tokenizer_path, trusts, runtime, config.ray_address
+    return data_settings(config, parts[source]), config.tokenizer_path, trusts, runtime, config.ray_address
 
 
 def _prepare_store(

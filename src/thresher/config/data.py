@@ -2,11 +2,92 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PositiveInt, model_validator
 
 from thresher.config.section import Section, StringList, no_effect
+
+Column = Literal["chosen", "rejected", "prompt", "completion", "label", "completions", "scores", "subset", "order"]
+# metrics of a source are `train/NAME/loss`, those of a set `eval/NAME/loss`
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+_TAKEN = ("loss", "rewards", "logps", "lengths", "labels", "kl", "kto", "entropy", "sft_loss")
+
+
+def _by_name(value: Any) -> Any:
+    """Accept a list whose entries have a `name`."""
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        return value
+    names = [each.get("name") for each in value]
+    if None in names or len(set(map(str, names))) < len(names):
+        raise ValueError("a list needs a different `name` in each entry; or write a mapping, NAME: {file_name: ...}")
+    return {str(each["name"]): {key: of for key, of in each.items() if key != "name"} for each in value}
+
+
+def _usable_names(value: dict[str, Any]) -> dict[str, Any]:
+    for name in value:
+        if not re.fullmatch(_NAME, name) or name in _TAKEN:
+            raise ValueError(
+                f"the name {name!r} is part of the names of metrics; use letters, digits, `_`, `-` and `.`, and none "
+                f"of {', '.join(_TAKEN)}"
+            )
+    return value
+
+
+class SetArgs(Section):
+    """One of several data sets; what is not set here is as in `data_args`."""
+
+    file_name: StringList = []
+    """File, directory, glob or URL, or a list of them."""
+    split: str | None = None
+    """Split of a Hub dataset, or subdirectory of a saved one; `train` on the Hub when absent."""
+    revision: str | None = None
+    """Branch, tag or commit of Hub datasets."""
+    store: str | None = None
+    """Store written by `thresher prepare`; replaces file_name."""
+    columns: dict[Column, str] = {}
+    """Its columns by their usual name, such as `chosen: better_answer`, if their names are not recognized."""
+    template: str | None = None
+    """Its template."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message of its rows that have none."""
+    max_samples: PositiveInt | None = None
+    """Rows to read from the start of each of its files."""
+
+    @model_validator(mode="after")
+    def _validate_source(self) -> SetArgs:
+        if bool(self.store) == bool(self.file_name):
+            raise ValueError("it needs either file_name or store")
+        if self.revision is not None and not any(name.startswith("hf://") for name in self.file_name):
+            raise ValueError("revision has no effect without a dataset of the Hub, hf://OWNER/NAME, in file_name")
+        for_files = ("split", "revision", "columns", "template", "system_prompt", "max_samples")
+        if self.store and (unused := self.non_default(*for_files)):
+            raise ValueError(no_effect(unused, "on a store, which is already prepared; remove {it}"))
+        return self
+
+
+class SourceArgs(SetArgs):
+    """One source of a mixture; what is not set here is as in `data_args`."""
+
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of its pairs that an epoch visits; above 1, pairs repeat. 1 when absent."""
+    count: PositiveInt | None = None
+    """Number of its pairs that an epoch visits, instead of weight."""
+
+    @model_validator(mode="after")
+    def _validate_share(self) -> SourceArgs:
+        if self.weight is not None and self.count is not None:
+            raise ValueError("weight and count are both set; keep one")
+        return self
+
+
+Sources = Annotated[dict[str, SourceArgs], BeforeValidator(_by_name), AfterValidator(_usable_names)]
+Sets = Annotated[dict[str, SetArgs], BeforeValidator(_by_name), AfterValidator(_usable_names)]
+
+
+_OF_EACH = ("file_name", "store", "revision", "max_samples")
 
 
 class DataArgs(Section):
@@ -54,19 +135,47 @@ class DataArgs(Section):
         return self
 
 
+class TrainingDataArgs(DataArgs):
+    """The training pairs, which may be a mixture."""
+
+    sources: Sources = {}
+    """Several sources by name instead of file_name, of which an epoch visits shares: `NAME: {file_name: ..., weight:
+    0.5}`. Training metrics of each are `train/NAME/...`."""
+    order: Literal["proportional", "sequential", "length", "-length", "margin", "-margin", "column", "-column"] = (
+        "proportional"
+    )
+    """Order of an epoch. proportional: shuffled, with each source's share in every step. sequential: one source after
+    the other, each shuffled. length, margin or column: a curriculum, the least first, or with `-` the greatest first;
+    of tokens, of margins, or of the column that each source names in columns.order."""
+
+    @model_validator(mode="after")
+    def _validate_sources(self) -> TrainingDataArgs:
+        if self.order == "sequential" and len(self.sources) < 2:
+            raise ValueError("order: sequential has no effect without several sources; remove it")
+        if self.sources and (unused := self.non_default(*_OF_EACH)):
+            raise ValueError(no_effect(unused, "with sources; set {it} in each source"))
+        return self
+
+
 class ValidationConfig(Section):
     """`validation`: the validation pairs."""
 
     data_args: DataArgs = DataArgs()
+    sets: Sets = {}
+    """Several sets by name instead of data_args.file_name, each with its own metrics, `eval/NAME/loss`. `eval/loss` is
+    the mean over the pairs of all sets."""
     split: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the training pairs to hold out instead of data_args, chosen by prompt and seed: all pairs of a prompt
     are on one side."""
 
     @model_validator(mode="after")
     def _validate_split(self) -> ValidationConfig:
-        if self.split is not None and (unused := self.data_args.non_default(*DataArgs.model_fields)):
-            names = [f"data_args.{name}" for name in unused]
-            raise ValueError(no_effect(names, "with split, which holds out training pairs; keep one"))
+        if self.split is not None:
+            names = [f"data_args.{name}" for name in self.data_args.non_default(*DataArgs.model_fields)]
+            if names := [*names, *self.non_default("sets")]:
+                raise ValueError(no_effect(names, "with split, which holds out training pairs; keep one"))
+        if self.sets and (names := self.data_args.non_default(*_OF_EACH)):
+            raise ValueError(no_effect([f"data_args.{name}" for name in names], "with sets; set {it} in each set"))
         return self
 
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveInt,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from thresher.config.data import SamplesConfig, ValidationConfig
+from thresher.config.data import DataArgs, SamplesConfig, SetArgs, ValidationConfig
 from thresher.config.loss import LossConfig, Positive, with_digests
 from thresher.config.roles import DType, Environment, PolicyConfig, ReferenceConfig, at_revision
 from thresher.config.section import Section, StringList, also, no_effect, readable_errors
@@ -21,8 +31,22 @@ EVAL_METRICS = tuple(
 )
 # the names of transformers
 _METRIC_SPELLINGS = {f"{prefix}{name.removeprefix('eval/')}": name for prefix in ("", "eval_") for name in EVAL_METRICS}
+_OF_A_SET = re.compile(rf"(eval/).+/({'|'.join(name.removeprefix('eval/') for name in EVAL_METRICS)})")
 _RESUME_SPELLINGS = {"false": False, "False": False, "": False, True: "auto"}
 _HIGHER_IS_BETTER = {"eval/rewards/accuracies", "eval/rewards/margins", "eval/rewards/chosen"}
+
+
+def _check_metric(name: str) -> str:
+    if name in EVAL_METRICS or _OF_A_SET.fullmatch(name):
+        return name
+    raise ValueError(f"use {', '.join(EVAL_METRICS)}, or one of a set: eval/NAME/loss and so on")
+
+
+def _higher_is_better(metric: str) -> bool:
+    """Whether a metric of all pairs, of a set or of a subset is better if it is higher."""
+    return _OF_A_SET.sub(r"\1\2", metric) in _HIGHER_IS_BETTER
+
+
 # YAML reads a bare `no` or `off` as false
 Health = Annotated[Literal["off", "warn", "stop"], also({False: "off"})]
 Cadence = Annotated[Literal["steps", "epoch", "no"], also({False: "no"})]
@@ -114,8 +138,9 @@ class DPOConfig(LossConfig):
     export_model: bool = False
     """At the end, write the trained model with merged adapters to output_dir/model, as `thresher export` does. Files of
     an earlier one are replaced."""
-    metric_for_best_model: Annotated[Literal[EVAL_METRICS], also(_METRIC_SPELLINGS)] = "eval/loss"  # type: ignore[valid-type]
-    """Evaluation metric that selects the best checkpoint."""
+    metric_for_best_model: Annotated[str, also(_METRIC_SPELLINGS), AfterValidator(_check_metric)] = "eval/loss"
+    """Evaluation metric that selects the best checkpoint: eval/loss, eval/rewards/accuracies, margins, chosen or
+    rejected, or eval/sft_loss; or one of a validation set or subset, such as eval/NAME/loss."""
     greater_is_better: bool = Field(default=None, validate_default=True)
     """Whether a higher metric_for_best_model is better. Absent: true for accuracies, margins and chosen rewards."""
     max_consecutive_skipped_steps: PositiveInt = 5
@@ -210,7 +235,7 @@ class DPOConfig(LossConfig):
     @field_validator("greater_is_better", mode="before")
     @classmethod
     def _derive_direction(cls, value: object, info: ValidationInfo) -> object:
-        return info.data.get("metric_for_best_model") in _HIGHER_IS_BETTER if value is None else value
+        return _higher_is_better(info.data.get("metric_for_best_model", "")) if value is None else value
 
     @model_validator(mode="after")
     def _validate_roles(self) -> DPOConfig:
@@ -265,12 +290,12 @@ class DPOConfig(LossConfig):
                     evaluation.append("eval_strategy")
             elif self.samples.prompts_file is None:
                 yield ["samples"], "without validation, whose prompts it answers; set it or samples.prompts_file"
-            if self.greater_is_better != (self.metric_for_best_model in _HIGHER_IS_BETTER):
+            if self.greater_is_better != _higher_is_better(self.metric_for_best_model):
                 evaluation.append("greater_is_better")
             if self.actor_train.training_args.non_default("per_device_eval_batch_size"):
                 evaluation.append("actor_train.training_args.per_device_eval_batch_size")
             yield evaluation, "without validation.data_args or validation.split; set one or remove {it}"
-        if self.actor_train.data_args.store and not (self.validation and self.validation.data_args.file_name):
+        if self._reads_only_stores:
             columns = self.non_default(*COLUMN_KEYS)
             yield columns, "on a store, which is already prepared; remove {it}"
         for names, trackers in _TRACKER_SETTINGS:
@@ -280,6 +305,14 @@ class DPOConfig(LossConfig):
                 yield unused, f"without {needed} in track_with; add {needed} there or remove {{it}}"
         if self.pretrain not in (None, self._policy_name, self._reference_name):
             yield ["pretrain"], "if actor_train and reference name their models; remove {it} or one of those"
+
+    @property
+    def _reads_only_stores(self) -> bool:
+        train = self.actor_train.data_args
+        found: list[SetArgs | DataArgs] = [*(train.sources.values() or [train])]
+        if self.validation is not None and self.validation.split is None:
+            found += self.validation.sets.values() or [self.validation.data_args]
+        return any(each.store for each in found) and not any(each.file_name for each in found)
 
     @property
     def uses_ray(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, PositiveInt, model_validator
 
-from thresher.config.data import DataArgs
+from thresher.config.data import TrainingDataArgs
 from thresher.config.section import Section, also, no_effect
 from thresher.config.strategies import DEFAULT_INFER, DEFAULT_TRAIN, StrategyArgs, StrategyDeclaration, find_strategy
 
@@ -348,7 +348,7 @@ class PolicyConfig(RoleConfig):
     default_strategy: ClassVar[str] = DEFAULT_TRAIN
     model_args: ModelArgs = ModelArgs()
     training_args: TrainingArgs = TrainingArgs()
-    data_args: DataArgs = DataArgs()
+    data_args: TrainingDataArgs = TrainingDataArgs()
 
     @model_validator(mode="after")
     def _validate_loss_scale(self) -> PolicyConfig:

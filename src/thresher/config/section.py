@@ -64,6 +64,7 @@ def readable_errors(error: ValidationError, root: type[Section]) -> UserError:
     got: dict[str, str] = {}
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
+        known += _keys_of_named(root, [str(part) for part in problem["loc"]])
         if problem["type"] == "extra_forbidden":
             lines.append(f"{path}: unknown key; {_suggest(path, known)}")
             continue
@@ -127,11 +128,26 @@ def _leaf(path: str) -> str:
 
 
 def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key of a section with its field."""
+    """Yield every dotted key of a section with its field; those of sections by name have none."""
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}", field
-        if (inner := inner_section(section, name)) is not None:
+        if (inner := inner_section(section, name)) is not None and not holds_sections_by_name(section, name):
             yield from known_keys(inner, f"{prefix}{name}.")
+
+
+def holds_sections_by_name(section: type[Section], name: str) -> bool:
+    """Whether a key is a mapping of names to sections."""
+    return get_origin(section.model_fields[name].annotation) is dict and inner_section(section, name) is not None
+
+
+def _keys_of_named(section: type[Section] | None, path: Sequence[str]) -> list[str]:
+    """Return the keys of the section with a name on a path, such as sources.NAME; none if there is no name on it."""
+    for at, part in enumerate(path[:-1]):
+        inner = None if section is None else inner_section(section, part)
+        if inner is not None and section is not None and holds_sections_by_name(section, part):
+            return [".".join([*path[: at + 2], name]) for name in inner.model_fields]
+        section = inner
+    return []
 
 
 def inner_section(section: type[Section], name: str) -> type[Section] | None:

@@ -18,6 +18,8 @@ Kind = Literal["pairs", "labels", "lists"]
 StoredKind = Kind | Literal["weighted_pairs"]
 #: what messages call the examples of a kind
 UNITS: Mapping[Kind, str] = {"pairs": "pairs", "labels": "labelled responses", "lists": "lists"}
+#: most bytes of the name of a subset
+SUBSET_BYTES = 64
 #: what a model scores: the tokens that the mask names, all tokens but the first, or the sequence as a whole at its end
 Scored = Literal["response", "all", "end"]
 
@@ -49,6 +51,9 @@ class Example:
     responses: tuple[Response, ...]
     weight: float = 1.0
     margin: float = 0.0
+    #: of a data set that has them, while it is prepared: what an evaluation measures separately, and a curriculum's key
+    subset: str = ""
+    order: float = 0.0
 
     @classmethod
     def pair(

@@ -11,7 +11,12 @@ from thresher.errors import UserError
 Truncation = Literal["drop", "prompt_start", "response_end"]
 OnBadRow = Literal["fail", "skip", "quarantine"]
 SpecialTokensInText = Literal["keep_as_text", "reject"]
-Section = Literal["actor_train", "validation"]
+
+
+# what a source or a set has of its own
+OF_EACH_SET = ("file_name", "store", "template", "system_prompt", "max_samples", "columns")
+# columns that may have another name
+COLUMNS = ("chosen", "rejected", "prompt", "completion", "label", "completions", "scores")
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class DataSettings:
     label_key: str | None = None
     completions_key: str | None = None
     scores_key: str | None = None
+    subset_key: str | None = None  # column with the name of a subset
+    order_key: str | None = None  # column with a number by which a curriculum sorts
     system_prompt: str | None = None  # of rows that have none
     join_labelled: bool = False  # rows of one answer and a label become pairs, where a prompt has both labels
     margin_from_scores: bool = False  # the margin of a pair is the difference of its scores
@@ -39,7 +46,8 @@ class DataSettings:
     # these two never change the pairs, so a store's fingerprint does not include them
     num_processes: int = 1
     shard_rows: int = 524_288  # 191 shards for 100 million pairs: all stay open for random access
-    section: Section = "actor_train"  # of the config, for messages
+    section: str = "actor_train.data_args"  # of the config, for messages
+    named: str = ""  # the section of a source or a set, for what it sets itself
 
     def __post_init__(self) -> None:
         if not self.file_names:
@@ -50,6 +58,11 @@ class DataSettings:
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in get_args(allowed):
                 raise UserError(f"{self.key(name)} is {value!r}; use one of {', '.join(get_args(allowed))}")
+        if self.join_labelled and self.extra_columns:
+            raise UserError(
+                f"{self.key('columns')}: a pair that is joined from labelled rows has no {self.extra_columns[0]}; "
+                f"remove it, or {self.key('join_labelled')}"
+            )
         for name, minimum in {"sequence_length": 2, "max_samples": 1, "num_processes": 1, "shard_rows": 1}.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
@@ -57,16 +70,24 @@ class DataSettings:
 
     def key(self, name: str) -> str:
         """Return the full config key of a setting, for messages."""
-        return f"{self.section}.data_args.{name}"
+        return f"{self.named if self.named and name in OF_EACH_SET else self.section}.{name}"
 
     @property
     def file_names(self) -> tuple[str, ...]:
         return (self.file_name,) if isinstance(self.file_name, str) else tuple(self.file_name)
 
     @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """The columns that the store has besides those of all stores."""
+        return tuple(name for name in ("subset", "order") if getattr(self, f"{name}_key"))
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        return tuple(getattr(self, f"{name}_key") for name in self.extra_columns)
+
+    @property
     def column_names(self) -> Mapping[str, str]:
         """Map standard column names to the user's, for renamed columns only."""
-        names = ("chosen", "rejected", "prompt", "completion", "label", "completions", "scores")
-        keys = {name: getattr(self, f"{name}_key") for name in names}
+        keys = {name: getattr(self, f"{name}_key") for name in COLUMNS}
         # `instruction` stays as it is: it selects the format in which `input` is appended to the prompt
         return {name: column for name, column in keys.items() if column and column not in (name, "instruction")}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -56,6 +57,7 @@ class MicroBatch:
 
     pairs: ExampleBatch
     reference: ExampleLogps | None
+    groups: npt.NDArray[np.int64] | None = None  # of each pair, for metrics
 
     @property
     def mismatched(self) -> ExampleBatch:
@@ -66,7 +68,7 @@ class MicroBatch:
     def matched(self) -> MicroBatch:
         """The examples without their mismatched answers."""
         reference = None if self.reference is None else ExampleLogps(self.reference.sides[:1])
-        return MicroBatch(self.pairs.only_side(0), reference)
+        return MicroBatch(self.pairs.only_side(0), reference, self.groups)
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,7 @@ def objective_inputs(micro: MicroBatch, policy: ExampleLogps) -> ObjectiveInputs
         weight=_column([pair.weight for pair in micro.pairs.pairs], 1.0, policy),
         margin=_column([pair.margin for pair in micro.pairs.pairs], 0.0, policy),
         values=None if values is None else copy_to_device(torch.from_numpy(values), device),
+        group=None if micro.groups is None else copy_to_device(torch.from_numpy(micro.groups), device),
     )
 
 

@@ -57,6 +57,7 @@ def compare(inputs: ObjectiveInputs, which: Comparisons) -> Compared:
             weight=None,
             margin=None if inputs.margin is None else inputs.margin.repeat(len(pairs)),
             values=torch.cat([values[:, [better, worse]] for better, worse in pairs]),
+            group=None,
         ),
         torch.cat(is_valid),
     )

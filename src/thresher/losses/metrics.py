@@ -47,9 +47,16 @@ def merge_metrics(parts: Sequence[Mapping[str, MetricSum]]) -> dict[str, MetricS
 def mean_values(metrics: Mapping[str, MetricSum]) -> dict[str, float]:
     """Return the means of metrics with examples; for labels, also `rewards/margins`."""
     means = {name: metric.mean for name, metric in metrics.items() if float(metric.count)}
-    if "labels/desirable" in means and {"rewards/chosen", "rewards/rejected"} <= means.keys():
-        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    for prefix in [name.removesuffix("labels/desirable") for name in means if name.endswith("labels/desirable")]:
+        if {f"{prefix}rewards/chosen", f"{prefix}rewards/rejected"} <= means.keys():
+            means[f"{prefix}rewards/margins"] = means[f"{prefix}rewards/chosen"] - means[f"{prefix}rewards/rejected"]
     return means
+
+
+def of_sets(metrics: Mapping[str, Mapping[str, MetricSum]]) -> dict[str, MetricSum]:
+    """The metrics of all evaluation sets together, and those of each set under its name, if it has one."""
+    named = {f"{of}/{name}": each for of, found in metrics.items() if of for name, each in found.items()}
+    return merge_metrics(list(metrics.values())) | named
 
 
 @torch.no_grad()
@@ -63,30 +70,20 @@ def compute_metrics(
     kl: the log ratio on the data, (policy - reference) summed logps, averaged over the two sides of a pair, in nats per
     response. It is not an expectation over the policy, and so may be negative. Present only with a reference.
     """
-    chosen, rejected = rewards
     policy_chosen, policy_rejected = inputs.policy.chosen.sums(), inputs.policy.rejected.sums()
-    tokens = inputs.policy.chosen.values
-    is_tie, kl = chosen == rejected, None
-    if inputs.reference is not None:
-        chosen_ratio = policy_chosen - inputs.reference.chosen.sums()
-        rejected_ratio = policy_rejected - inputs.reference.rejected.sums()
-        kl = 0.5 * (chosen_ratio + rejected_ratio)
-        # the policy equals its reference, as in the first step: rounding must not decide which side wins
-        is_tie |= (chosen_ratio.abs() <= _rounding(inputs.policy.chosen)) & (
-            rejected_ratio.abs() <= _rounding(inputs.policy.rejected)
-        )
+    tokens, kl = inputs.policy.chosen.values, None
+    if (ratios := _log_ratios(inputs)) is not None:
+        kl = 0.5 * (ratios[0] + ratios[1])
+    of_pairs = pair_rewards(inputs, rewards)
     per_pair_metrics = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/accuracies": torch.where(is_tie, 0.5, (chosen > rejected).to(chosen.dtype)),
-        "rewards/margins": chosen - rejected,
+        **of_pairs,
         "logps/chosen": policy_chosen,
         "logps/rejected": policy_rejected,
         "lengths/chosen": to_fp64(inputs.policy.chosen.lengths),
         "lengths/rejected": to_fp64(inputs.policy.rejected.lengths),
         **({} if kl is None else {"kl": kl}),
     }
-    margins = torch.where(is_tie, 0.0, chosen - rejected)
+    margins = torch.where(of_pairs["rewards/accuracies"] == 0.5, 0.0, of_pairs["rewards/margins"])
     if is_valid is None:
         metrics = {name: MetricSum(values.sum(), inputs.num_pairs) for name, values in per_pair_metrics.items()}
         metrics["sft_loss"] = MetricSum(-to_fp64(tokens).sum(), tokens.numel())
@@ -95,6 +92,32 @@ def compute_metrics(
         lengths = inputs.policy.chosen.lengths
         metrics["sft_loss"] = MetricSum(-(policy_chosen * is_valid).sum(), (lengths * is_valid).sum())
     return metrics | _length_preference(inputs, margins, is_valid)
+
+
+def pair_rewards(inputs: ObjectiveInputs, rewards: ChosenRejected) -> dict[str, Tensor]:
+    """The rewards of each pair, their difference, and 1 if the chosen side has more: [num_pairs] each."""
+    chosen, rejected = rewards
+    is_tie = chosen == rejected
+    if (ratios := _log_ratios(inputs)) is not None:
+        # the policy equals its reference, as in the first step: rounding must not decide which side wins
+        is_tie |= (ratios[0].abs() <= _rounding(inputs.policy.chosen)) & (
+            ratios[1].abs() <= _rounding(inputs.policy.rejected)
+        )
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": torch.where(is_tie, 0.5, (chosen > rejected).to(chosen.dtype)),
+        "rewards/margins": chosen - rejected,
+    }
+
+
+def _log_ratios(inputs: ObjectiveInputs) -> tuple[Tensor, Tensor] | None:
+    if inputs.reference is None:
+        return None
+    return (
+        inputs.policy.chosen.sums() - inputs.reference.chosen.sums(),
+        inputs.policy.rejected.sums() - inputs.reference.rejected.sums(),
+    )
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from thresher.errors import UserError
 from thresher.losses.base import Loss, Modifier, Reads
-from thresher.losses.comparisons import Comparisons, compare
-from thresher.losses.metrics import MetricSum, compute_metrics, entropy_metric, label_metrics
+from thresher.losses.comparisons import Compared, Comparisons, compare
+from thresher.losses.metrics import MetricSum, compute_metrics, entropy_metric, label_metrics, pair_rewards
 from thresher.losses.pairs import ExampleLogps, ObjectiveInputs, TokenStatistics, to_fp64
 from thresher.losses.parameters import NON_NEGATIVE, POSITIVE, Range
 from thresher.losses.registry import loss_class, loss_names, parameter_defaults
@@ -52,6 +52,8 @@ class Objective:
     comparisons: Comparisons = "all"  #: the pairs of an example with more than two responses
     reference_point: float | None = None  #: KTO's z0 of the whole step, if the caller knows it
     reads_labels: bool = False  #: single responses, even for losses of a pair's chosen side, such as sft
+    #: names of groups of examples whose loss and rewards are measured separately too
+    groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -177,6 +179,27 @@ class Objective:
             per_pair, metrics = self._of_comparisons(inputs)
         return ObjectiveOutput(per_pair, metrics)
 
+    def _by_group(
+        self, inputs: ObjectiveInputs, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]
+    ) -> dict[str, MetricSum]:
+        """Sum values of examples over each group; an example counts as often as its count says, once without one."""
+        if not self.groups:
+            return {}
+        if any(loss.couples_pairs and not loss.reads_mismatched for loss, _ in self.terms):
+            # such as that of sorted margins, which belongs to no pair
+            values = {name: each for name, each in values.items() if name != "loss"}
+        # a rank without examples still has the names; a matrix product, because index_add differs from run to run
+        group = inputs.policy.chosen.lengths[:0] if inputs.group is None else inputs.group
+        is_in = to_fp64(group[:, None] == torch.arange(len(self.groups), device=group.device))
+        sums = torch.stack([to_fp64(each) for each in values.values()]) @ is_in
+        every = torch.ones(len(group), device=group.device)
+        totals = torch.stack([to_fp64(counts.get(name, every)) for name in values]) @ is_in
+        return {
+            f"{name}/{metric}": MetricSum(sums[row, at], totals[row, at])
+            for at, name in enumerate(self.groups)
+            for row, metric in enumerate(values)
+        }
+
     def _of_comparisons(self, inputs: ObjectiveInputs) -> tuple[Tensor, dict[str, MetricSum]]:
         compared = compare(inputs, self.comparisons)
         scores = self._score_pairs(compared.inputs)
@@ -199,12 +222,27 @@ class Objective:
         per_pair = _weighted(_sum(terms), inputs)
         with torch.no_grad():
             metrics = {"loss": MetricSum(to_fp64(per_pair).sum(), inputs.num_pairs)}
-            metrics.update(compute_metrics(compared.inputs, self._rewards(scores), compared.is_valid))
+            rewards = self._rewards(scores)
+            metrics.update(compute_metrics(compared.inputs, rewards, compared.is_valid))
             metrics.update(entropy_metric(inputs.policy))
             metrics.update(self._state_metrics(scores, compared.is_valid))
             if self.trains_rewards:  # the others describe log-probabilities
                 metrics = {name: metric for name, metric in metrics.items() if name.startswith(("loss", "rewards/"))}
+            metrics.update(self._comparisons_by_group(inputs, per_pair, compared, rewards))
         return per_pair, metrics
+
+    def _comparisons_by_group(
+        self, inputs: ObjectiveInputs, per_pair: Tensor, compared: Compared, rewards: ChosenRejected
+    ) -> dict[str, MetricSum]:
+        if not self.groups:
+            return {}
+        found = pair_rewards(compared.inputs, rewards)
+        if (is_valid := compared.is_valid) is None:
+            return self._by_group(inputs, {"loss": per_pair, **found}, {})
+        # the sums over the comparisons of each example
+        shape = (-1, inputs.num_pairs) if inputs.num_pairs else (1, 0)
+        sums = {name: torch.where(is_valid, each, 0.0).view(shape).sum(0) for name, each in found.items()}
+        return self._by_group(inputs, {"loss": per_pair, **sums}, dict.fromkeys(sums, is_valid.view(shape).sum(0)))
 
     def _of_labels(self, inputs: ObjectiveInputs) -> tuple[Tensor, dict[str, MetricSum]]:
         responses = ResponseScores.of(inputs, self.reference_point)
@@ -222,6 +260,11 @@ class Objective:
             metrics = label_metrics(inputs.policy.chosen, reference, per_pair, rewards, labels)
             metrics.update(entropy_metric(ExampleLogps.of(inputs.policy.chosen)))
             metrics.update(self._label_state_metrics(responses))
+            is_desirable = labels > 0.5
+            has_label = {"rewards/chosen": is_desirable, "rewards/rejected": ~is_desirable}
+            by_label = {name: torch.where(has, rewards, 0.0) for name, has in has_label.items()}
+            values = {"loss": per_pair, "labels/desirable": is_desirable, **by_label}
+            metrics.update(self._by_group(inputs, values, has_label))
             if self.reads_mismatched:
                 count = inputs.num_pairs
                 metrics["kto/z0"] = MetricSum(responses.reference_point * count, count)

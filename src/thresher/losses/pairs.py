@@ -111,6 +111,7 @@ class ObjectiveInputs:
     weight: Tensor | None = None  #: [num_pairs], columns of the dataset
     margin: Tensor | None = None
     values: Tensor | None = None  #: [num_pairs, num_sides] labels or scores of the responses; None in pairs
+    group: Tensor | None = None  #: [num_pairs] int64, of those that the objective measures separately; -1 for none
 
     @property
     def num_pairs(self) -> int:
@@ -185,7 +186,15 @@ def concat_pairs(parts: Sequence[ObjectiveInputs]) -> ObjectiveInputs:
         _concat_columns([part.weight for part in parts], parts, neutral=1.0),
         _concat_columns([part.margin for part in parts], parts, neutral=0.0),
         _concat_values([part.values for part in parts]),
+        _concat_groups(parts),
     )
+
+
+def _concat_groups(parts: Sequence[ObjectiveInputs]) -> Tensor | None:
+    if all(part.group is None for part in parts):
+        return None
+    # a rank without examples has none
+    return torch.cat([part.policy.chosen.lengths[:0] if part.group is None else part.group for part in parts])
 
 
 def _concat_values(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from thresher.builders.data import data_settings, find_store
+from thresher.builders.data import find_store, shares_of
+from thresher.builders.data_parts import data_parts, data_settings
 from thresher.builders.inputs import RunInputs
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching, num_sequences
 from thresher.data.batching.plan import Plan
 from thresher.data.example import UNITS
 from thresher.data.prepare.prepare import prepare
+from thresher.data.store.joined import Stores, join
 from thresher.data.store.reader import ExampleStore, Lengths
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
@@ -55,43 +57,60 @@ def find_lengths(config: DPOConfig, parts: RunInputs, pairs_per_step: int) -> Pa
 
 def _find_lengths(config: DPOConfig, parts: RunInputs, pairs_per_step: int) -> PairLengths:
     try:
-        store = find_store(config, config.actor_train.data_args, parts.tokenizer)
-        if store is not None:
-            return PairLengths(
-                _training_lengths(config, store), f"prepared {store.unit} in {store.path}", unit=store.unit
-            )
+        sources = data_parts(config)
+        found = {name: find_store(config, each, parts.tokenizer) for name, each in sources.items()}
+        stores = {name: store for name, store in found.items() if store is not None}
+        if len(stores) == len(sources):
+            joined = join(stores)
+            source = f"prepared {joined.unit} in {', '.join(dict.fromkeys(str(each.path) for each in stores.values()))}"
+            return PairLengths(_training_lengths(config, joined), source, unit=joined.unit)
         if _is_cheap(config):
             lengths, unit = _prepare(config, parts.tokenizer)
             return PairLengths(lengths, f"{unit} prepared for this plan", unit=unit)
         reason = "the data is not prepared"
     except (UserError, OSError) as error:
-        if config.actor_train.data_args.store:
+        if any(each.args.store for each in data_parts(config).values()):
             raise
         reason = f"the data cannot be read: {error}"
     return _assumed(config, parts, pairs_per_step, reason)
 
 
-def _training_lengths(config: DPOConfig, store: ExampleStore) -> Lengths:
+def _training_lengths(config: DPOConfig, stores: Stores) -> Lengths:
+    """The lengths of the examples that the first epoch visits."""
     if config.validation is not None and config.validation.split is not None:
-        store = store.split(config.validation.split, config.seed)[0]
-    return store.lengths
+        stores = stores.split(config.validation.split, config.seed)[0]
+    shares = shares_of(config, stores)
+    if not shares:
+        return stores.lengths
+    return np.concatenate(
+        [
+            np.take(store.lengths, share.rows(np.arange(share.count, dtype=np.uint64), config.seed, 0, at), axis=0)
+            for at, (store, share) in enumerate(zip(stores.parts.values(), shares, strict=True))
+        ]
+    )
 
 
 def _prepare(
     config: DPOConfig, tokenizer: PreTrainedTokenizerBase, max_samples: int | None = None
 ) -> tuple[Lengths, str]:
     """Prepare the data, or its first rows, in a temporary directory; also return what its examples are called."""
-    settings = data_settings(config, config.actor_train.data_args)
+    stores: dict[str, ExampleStore] = {}
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "store"
-        prepare(settings if max_samples is None else replace(settings, max_samples=max_samples), tokenizer, path)
-        store = ExampleStore.open(path)
-        return np.array(_training_lengths(config, store) if max_samples is None else store.lengths), store.unit
+        for number, (name, part) in enumerate(data_parts(config).items()):
+            if part.args.store:
+                stores[name] = ExampleStore.open(part.args.store)
+                continue
+            settings, path = data_settings(config, part), Path(directory) / str(number)
+            prepare(settings if max_samples is None else replace(settings, max_samples=max_samples), tokenizer, path)
+            stores[name] = ExampleStore.open(path)
+        joined = join(stores)
+        return np.array(_training_lengths(config, joined) if max_samples is None else joined.lengths), joined.unit
 
 
 def _local_files(config: DPOConfig) -> list[Path] | None:
     """The data files; None if one of them is not local."""
-    files = [Path(name) for name in data_settings(config, config.actor_train.data_args).file_name]
+    settings = [data_settings(config, part) for part in data_parts(config).values() if not part.args.store]
+    files = [Path(name) for each in settings for name in each.file_names]
     return files if files and all(file.is_file() for file in files) else None
 
 

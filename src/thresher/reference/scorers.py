@@ -20,7 +20,8 @@ from thresher.data.batching.mismatched import Examples, MismatchedAlone, Mismatc
 from thresher.data.batching.plan import PairIds
 from thresher.data.example import ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
-from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Lengths
+from thresher.data.store.joined import Stores
+from thresher.data.store.reader import HASH_DTYPE, Lengths
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import Engine, TrainEngine
@@ -63,7 +64,7 @@ class PrecomputedReference:
     def __init__(
         self,
         cache: ReferenceCache,
-        source: ExampleStore | MismatchedAlone,
+        source: Stores | MismatchedAlone,
         pair_ids: PairIds,
         *,
         blocks: Blocks,
@@ -257,9 +258,11 @@ def precomputed(
 ) -> Precomputed:
     """Look up examples by their row numbers, or all of them, with the mismatched answers of all visits."""
 
-    def find(source: ExampleStore | MismatchedAlone, ids: PairIds | None) -> PrecomputedReference:
+    def find(source: Stores | MismatchedAlone, ids: PairIds | None) -> PrecomputedReference:
         ids = np.arange(len(source), dtype=np.int64) if ids is None else ids
-        blocks = blocks_of(source.lengths)
+        # the blocks of a source do not depend on what it is mixed with, and so neither do the bits of its logps
+        parts = [source] if isinstance(source, MismatchedAlone) else source.parts.values()
+        blocks = Blocks.concatenated([blocks_of(part.lengths) for part in parts])
         return PrecomputedReference(cache, source, ids, blocks=blocks, device=device, num_visits=num_visits)
 
     if isinstance(examples, MismatchedAnswers):

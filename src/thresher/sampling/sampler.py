@@ -30,7 +30,7 @@ from thresher.checkpoint.state import capture_rng, restore_rng
 from thresher.data.example import Example, ExampleBatch, Response
 from thresher.data.rows.formats import FORMAT_BY_NAME, to_preference_row, with_system
 from thresher.data.rows.parsing import BadRowError, parse_row
-from thresher.data.store.reader import ExampleStore
+from thresher.data.store.joined import Stores
 from thresher.data.tokenization.chat_template import Template, render
 from thresher.data.tokenization.control_tokens import ControlTokens
 from thresher.data.tokenization.tokenizer import RowTokenizer
@@ -84,7 +84,7 @@ def file_prompts(
     return list(found.values())
 
 
-def store_prompts(store: ExampleStore, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
+def store_prompts(store: Stores, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:
     """The first distinct prompts of the pairs."""
     found: dict[tuple[int, ...], Prompt] = {}
     for pair_id in range(len(store)):

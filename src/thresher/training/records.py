@@ -75,11 +75,12 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class NonFiniteExample:
-    """A pair by its number in the store and its content hash; source is its first non-finite value, if known."""
+    """A pair by its number in its store and its content hash; fault is its first non-finite value, if known."""
 
     number: int
     content_hash: str
-    source: str | None
+    fault: str | None
+    source: str = ""  # of a mixture
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class SkippedStep:
             "in_a_row": self.consecutive,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale}),
             "pairs": [
-                {"pair": pair.number, "hash": pair.content_hash, "fault": pair.source or "not known"}
+                {"pair": pair.number, "hash": pair.content_hash, "fault": pair.fault or "not known"}
+                | ({"source": pair.source} if pair.source else {})
                 for pair in self.pairs
             ],
         }
@@ -117,9 +119,12 @@ def describe_skipped(
         read = store.read(np.array(sorted(nonfinite.pairs), dtype=np.int64) if nonfinite.pairs else pair_ids)
         if isinstance(store, MismatchedAnswers):
             read = read.only_side(0)  # the hash of the example in the store
+        names, parts = list(store.parts), store.part_of(read.pair_ids).tolist()
         pairs = tuple(
-            NonFiniteExample(store.number_in_files(number), hash_example(pair).pair.hex(), nonfinite.pairs.get(number))
-            for number, pair in zip(read.pair_ids.tolist(), read.pairs, strict=True)
+            NonFiniteExample(
+                store.number_in_files(number), hash_example(pair).pair.hex(), nonfinite.pairs.get(number), names[part]
+            )
+            for number, pair, part in zip(read.pair_ids.tolist(), read.pairs, parts, strict=True)
         )
     ends_run = nonfinite.is_failure and consecutive >= max_consecutive
     return SkippedStep(nonfinite.reason, state.grad_norm, pairs, consecutive, ends_run, nonfinite.loss_scale)
@@ -131,14 +136,15 @@ _DIGITS = 7  # of an fp32 number
 
 @dataclass(frozen=True)
 class EvaluatedExamples:
-    """Pairs by their number in the store, and their values by name: one list per value, in the order of `numbers`."""
+    """Pairs by their number in their store, and their values by name: one list per value, in the order of `numbers`."""
 
     numbers: list[int]
     values: Mapping[str, list[float]]
+    sets: list[str] = field(default_factory=list)  # of each pair, if there are several
 
     def to_json(self, step: int) -> dict[str, Any]:
         values = {name: [encode_number(_rounded(value)) for value in column] for name, column in self.values.items()}
-        return {"step": step, "pairs": self.numbers, **values}
+        return {"step": step, "pairs": self.numbers, **({"sets": self.sets} if self.sets else {}), **values}
 
 
 class ExampleSampler:
@@ -180,7 +186,10 @@ class ExampleSampler:
             name: torch.cat([columns.get(name, absent.expand(len(ids))) for ids, columns in parts])[order].tolist()
             for name in names
         }
-        return EvaluatedExamples([self._store.number_in_files(number) for number in ids[order].tolist()], values)
+        numbers = [self._store.number_in_files(number) for number in ids[order].tolist()]
+        sets = list(self._store.parts)
+        of_each = [sets[part] for part in self._store.part_of(ids[order]).tolist()] if any(sets) else []
+        return EvaluatedExamples(numbers, values, of_each)
 
 
 def _columns(objective: Objective, inputs: ObjectiveInputs) -> dict[str, Tensor]:

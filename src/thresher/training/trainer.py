@@ -6,7 +6,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,11 @@ from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching, ScoringBatching
 from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds, Plan
-from thresher.data.store.reader import Lengths
 from thresher.distributed.groups import PEER_TIMEOUT, Metrics, limit_collectives
 from thresher.engines.accumulate import Evaluation, MicroBatch, StepDiscarded
 from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
-from thresher.losses.metrics import mean_values
+from thresher.losses.metrics import mean_values, of_sets
 from thresher.losses.objective import Objective
 from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activity, pace_after, set_activity
 from thresher.observability.machine import memory_metrics
@@ -217,24 +217,29 @@ class RankTrainer:
         if self._validation is None:
             yield {}
             return
-        dp_group, lengths = self.engine.dp_group, self._validation.lengths
-        own = evaluation_batches(lengths, self._eval_batching, dp_group.rank, dp_group.size)
-        batches = _with_empty(own, dp_group.max_over_ranks(len(own)))
+        dp_group, validation = self.engine.dp_group, self._validation
+        sets = evaluation_batches(validation, self._eval_batching, dp_group.rank, dp_group.size)
+        sets = {name: _with_empty(own, dp_group.max_over_ranks(len(own))) for name, own in sets.items()}
         score = partial(self.engine.score, statistics=self.objective.statistics)
-        evaluation = Evaluation(score, self.objective, dp_group)
-        sampler = ExampleSampler(self.objective, self._validation)
+        sampler = ExampleSampler(self.objective, validation)
         due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
+        done, metrics = 0, dict[str, Metrics]()
         with torch.random.fork_rng():
             torch.manual_seed(self.config.seed)
-            for index, micro in enumerate(self._read(self._validation, self._reference.validation, batches)):
-                if time.monotonic() >= due:
-                    due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
-                    yield EvaluationProgress(index, len(batches))
-                sampler.add(micro.pairs.pair_ids, evaluation.add(micro))
-            metrics = evaluation.metrics()
+            for name, batches in sets.items():
+                subsets = validation.parts[name].subsets
+                evaluation = Evaluation(score, replace(self.objective, groups=tuple(subsets)), dp_group)
+                groups = validation.subset_of if subsets else None
+                for micro in self._read(validation, self._reference.validation, batches, groups):
+                    if time.monotonic() >= due:
+                        due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
+                        yield EvaluationProgress(done, sum(map(len, sets.values())))
+                    sampler.add(micro.pairs.pair_ids, evaluation.add(micro))
+                    done += 1
+                metrics[name] = evaluation.metrics()
         if (pairs := sampler.gather(dp_group)) is not None:
             yield pairs
-        yield {f"eval/{name}": mean for name, mean in mean_values(metrics).items()}
+        yield {f"eval/{name}": mean for name, mean in mean_values(of_sets(metrics)).items()}
 
     def save(self) -> Path:
         """Save a checkpoint of this step and return its path; collective.
@@ -289,17 +294,25 @@ class RankTrainer:
 
     def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
         rank, size = self.engine.dp_group.rank, self.engine.dp_group.size
+        groups = self._train.part_of if self.objective.groups else None
         if not self.engine.dp_group.needs_lockstep:
-            return self._read(self._train, self._reference.train, self._micro_batching.split(pair_ids, rank, size))
-        by_rank = self._micro_batching.split_ranks(pair_ids, range(size), size)
-        return self._read(self._train, self._reference.train, _with_empty(by_rank[rank], max(map(len, by_rank))))
+            batches = self._micro_batching.split(pair_ids, rank, size)
+        else:
+            by_rank = self._micro_batching.split_ranks(pair_ids, range(size), size)
+            batches = _with_empty(by_rank[rank], max(map(len, by_rank)))
+        return self._read(self._train, self._reference.train, batches, groups)
 
     def _read(
-        self, store: Examples, reference: ReferenceScorer | None, batches: Sequence[PairIds]
+        self,
+        store: Examples,
+        reference: ReferenceScorer | None,
+        batches: Sequence[PairIds],
+        groups: Callable[[PairIds], PairIds] | None,
     ) -> Iterator[MicroBatch]:
         for ids in batches:
             pairs = store.read(ids)
-            yield MicroBatch(pairs, None if reference is None else reference.logps(pairs))
+            logps = None if reference is None else reference.logps(pairs)
+            yield MicroBatch(pairs, logps, None if groups is None else groups(ids))
 
     def _sees_stop_file(self) -> bool:
         """Rank 0 checks the stop file for all ranks: others may see the file at a different step."""
@@ -345,11 +358,17 @@ class RankTrainer:
         return write
 
 
-def evaluation_batches(lengths: Lengths, batching: ScoringBatching, rank: int, num_ranks: int) -> list[PairIds]:
-    """Pair ids of each validation batch of a rank; over all ranks, each pair is in exactly one."""
-    ids = np.arange(rank, len(lengths), num_ranks, dtype=np.int64)
-    edges = batching.blocks(lengths[ids]).edges
-    return [ids[start:stop] for start, stop in itertools.pairwise(edges.tolist())]
+def evaluation_batches(
+    validation: Examples, batching: ScoringBatching, rank: int, num_ranks: int
+) -> dict[str, list[PairIds]]:
+    """Pair ids of each validation batch of a rank, by set; over all ranks, each pair is in exactly one."""
+    batches, start, lengths = dict[str, list[PairIds]](), 0, validation.lengths
+    for name, store in validation.parts.items():
+        ids = np.arange(start + rank, start + len(store), num_ranks, dtype=np.int64)
+        edges = batching.blocks(lengths[ids]).edges
+        batches[name] = [ids[first:last] for first, last in itertools.pairwise(edges.tolist())]
+        start += len(store)
+    return batches
 
 
 def _with_empty(batches: Sequence[PairIds], count: int) -> list[PairIds]:

@@ -10,7 +10,8 @@ import torch
 from rich import filesize
 from transformers import PreTrainedTokenizerBase
 
-from thresher.builders.data import check_examples, data_settings, open_given_store
+from thresher.builders.data import check_examples, open_given_store
+from thresher.builders.data_parts import data_parts, data_settings
 from thresher.builders.engines import check_engine, check_model, check_strategy
 from thresher.builders.inputs import RunInputs
 from thresher.builders.objective import as_read, build_objective, for_data
@@ -26,6 +27,7 @@ from thresher.builders.samples import build_judge, read_prompts_file
 from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import DPOConfig
 from thresher.data.prepare.blocks import find_template
+from thresher.data.store.joined import join
 from thresher.data.tokenization.chat_template import eos_token
 from thresher.engines.native.optimizers import state_tensors
 from thresher.errors import UserError
@@ -86,9 +88,9 @@ def check_engines(inputs: RunInputs) -> Messages:
 def check_tokenizer(inputs: RunInputs) -> Messages:
     tokenizer = inputs.tokenizer
     yield from problems_of(eos_token, tokenizer)
-    for args in data_sections(inputs.config).values():
-        if not args.store:
-            yield from problems_of(find_template, data_settings(inputs.config, args), tokenizer)
+    for part in data_sections(inputs.config):
+        if not part.args.store:
+            yield from problems_of(find_template, data_settings(inputs.config, part), tokenizer)
     used = dict.fromkeys(tokenizer("a")["input_ids"], "a token")
     if tokenizer.eos_token_id is not None:
         used[tokenizer.eos_token_id] = f"the EOS token {tokenizer.eos_token!r}"
@@ -126,7 +128,7 @@ def check_reference_tokenizer(inputs: RunInputs) -> Messages:
 def check_context(inputs: RunInputs) -> Messages:
     """Pairs from files may be as long as sequence_length; the lengths of a store are known."""
     config, length = inputs.config, inputs.config.sequence_length
-    if all(args.store for args in data_sections(config).values()):
+    if all(part.args.store for part in data_sections(config)):
         return
     for path, model_config in inputs.model_configs.items():
         limit = max_positions(model_config)
@@ -145,16 +147,22 @@ def check_context(inputs: RunInputs) -> Messages:
 
 def check_stores(inputs: RunInputs) -> Messages:
     config, objective = inputs.config, inputs.objective
-    sections = data_sections(config)
-    stores = {
-        name: open_given_store(config, args.store, inputs.tokenizer) for name, args in sections.items() if args.store
-    }
-    if "actor_train" in stores:
-        yield from problems_of(for_data, objective, stores["actor_train"], stores.get("validation"))
-    elif stores:  # whether the settings fit the training data is seen when that is prepared
-        yield from problems_of(as_read, objective, stores["validation"])
+    train, validation = (
+        {
+            name: open_given_store(config, part.args.store, inputs.tokenizer)
+            for name, part in data_parts(config, validation=is_validation).items()
+            if part.args.store
+        }
+        for is_validation in (False, True)
+    )
+    if len(train) == len(data_parts(config)):
+        yield from problems_of(for_data, objective, join(train), join(validation) if validation else None)
+    else:  # whether the settings fit all training data is seen when that is prepared
+        for store in (*train.values(), *validation.values()):
+            yield from problems_of(as_read, objective, store)
     for model_config in inputs.model_configs.values():
-        yield from problems_of(check_examples, config, objective, model_config, list(stores.values()))
+        stores = [*train.values(), *validation.values()]
+        yield from problems_of(check_examples, config, objective, model_config, stores)
 
 
 def check_samples(inputs: RunInputs) -> Messages:

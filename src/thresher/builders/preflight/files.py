@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import ParamSpec
 
-from thresher.config import DataArgs, DPOConfig
-from thresher.data.settings import DataSettings, Section
+from thresher.builders.data_parts import DataPart, data_parts
+from thresher.config import DPOConfig
+from thresher.data.settings import DataSettings
 from thresher.data.sources.resolve import at_revision, find_in_directory, resolve_sources
 from thresher.errors import UserError, unusable_path
 from thresher.models.loading.location import find_model, find_tokenizer, named_model
@@ -111,7 +112,8 @@ def check_models(config: DPOConfig) -> Messages:
 
 
 def check_data(config: DPOConfig) -> Messages:
-    for section, args in data_sections(config).items():
+    for part in data_sections(config):
+        args = part.args
         # imported on use: what most wrong paths need not wait for, such as numpy and pyarrow
         if args.store:
             from thresher.data.store.reader import ExampleStore
@@ -119,7 +121,7 @@ def check_data(config: DPOConfig) -> Messages:
             yield from problems_of(ExampleStore.open, args.store)
             continue
         if not args.file_name:
-            yield from problems_of(DataSettings, args.file_name, section=section)
+            yield from problems_of(DataSettings, args.file_name, section=part.section, named=part.named)
         for name in args.file_name:
             yield from problems_of(
                 resolve_sources, [at_revision(find_in_directory(name, args.dataset_dir), args.revision)]
@@ -127,7 +129,7 @@ def check_data(config: DPOConfig) -> Messages:
         if args.template not in ("auto", "raw"):
             from thresher.data.tokenization.chat_template import find_template_file
 
-            yield from problems_of(find_template_file, args.template, f"{section}.data_args.template")
+            yield from problems_of(find_template_file, args.template, f"{part.named or part.section}.template")
 
 
 def check_prompts_file(config: DPOConfig) -> Messages:
@@ -161,12 +163,9 @@ SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps, 
 PATHS = (check_models, check_data, check_prompts_file, check_directories, check_checkpoint_path)
 
 
-def data_sections(config: DPOConfig) -> dict[Section, DataArgs]:
-    """The data of the run by config section: training, and validation if it has its own data."""
-    sections: dict[Section, DataArgs] = {"actor_train": config.actor_train.data_args}
-    if config.validation is not None and config.validation.split is None:
-        sections["validation"] = config.validation.data_args
-    return sections
+def data_sections(config: DPOConfig) -> list[DataPart]:
+    """All data of the run: that of training, and of validation if it has its own."""
+    return [*data_parts(config).values(), *data_parts(config, validation=True).values()]
 
 
 def existing_parent(directory: Path) -> Path:

@@ -182,6 +182,13 @@ class Blocks:
     edges: PairIds
 
     @classmethod
+    def concatenated(cls, parts: Sequence[Blocks]) -> Blocks:
+        """The blocks of several stores as those of one."""
+        starts = np.cumsum([0, *(int(part.edges[-1]) for part in parts)])
+        edges = [part.edges[1:] + start for part, start in zip(parts, starts[:-1], strict=True)]
+        return cls(np.concatenate([np.zeros(1, dtype=np.int64), *edges]))
+
+    @classmethod
     def by_pairs(cls, num_pairs: int, pairs_per_block: int) -> Blocks:
         return cls(np.append(np.arange(0, num_pairs, pairs_per_block, dtype=np.int64), num_pairs))
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.batching.plan import PairIds, Plan
+from thresher.data.batching.plan import PairIds, Plan, permuted
 from thresher.data.example import ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
+from thresher.data.store.joined import Stores
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
 
 _STEPS_IN_MEMORY = 4  # those of the policy and of a reference that works ahead
@@ -43,6 +44,27 @@ class VisitPlan(Plan):
         return steps
 
 
+@dataclass(frozen=True)
+class SetsPlan(VisitPlan):
+    """Visits of validation sets, each of which is one step, whatever the others are."""
+
+    sizes: tuple[int, ...] = ()
+
+    def first_visit(self, step: int) -> int:
+        return sum(self.sizes[:step])
+
+    @property
+    def num_visits(self) -> int:
+        return sum(self.sizes)
+
+    def example_ids(self, step: int) -> PairIds:
+        size = self.sizes[step]
+        return self.first_visit(step) + permuted(np.arange(size, dtype=np.uint64), size, self.seed, 0)
+
+    def steps_of(self, visits: PairIds) -> PairIds:
+        return np.searchsorted(np.cumsum(self.sizes), visits, side="right").astype(np.int64)
+
+
 class MismatchedAnswers:
     """The visits of a plan, numbered in the order of its steps; each is a labelled example with a second response.
 
@@ -50,17 +72,28 @@ class MismatchedAnswers:
     the longest example. A step whose prompts are all equal has none. Steps are computed when they are needed.
     """
 
-    def __init__(self, store: ExampleStore, plan: VisitPlan) -> None:
+    def __init__(self, store: Stores, plan: VisitPlan) -> None:
         self.store, self.plan = store, plan
         self._of_step = lru_cache(_STEPS_IN_MEMORY)(self._compute_step)
 
     @classmethod
-    def in_one_step(cls, store: ExampleStore) -> MismatchedAnswers:
-        """The examples of a validation set, as one step."""
-        return cls(store, VisitPlan(len(store), seed=0, pairs_per_step=len(store), num_steps=1))
+    def of_sets(cls, store: Stores) -> MismatchedAnswers:
+        """The examples of validation sets, each of which is one step."""
+        sizes = tuple(map(len, store.parts.values()))
+        return cls(store, SetsPlan(len(store), seed=0, pairs_per_step=0, num_steps=len(sizes), sizes=sizes))
 
     def __len__(self) -> int:
         return self.plan.num_visits
+
+    @property
+    def parts(self) -> dict[str, ExampleStore]:
+        return self.store.parts
+
+    def part_of(self, visits: PairIds) -> PairIds:
+        return self.store.part_of(self.examples_of(visits))
+
+    def subset_of(self, visits: PairIds) -> PairIds:
+        return self.store.subset_of(self.examples_of(visits))
 
     def number_in_files(self, visit: int) -> int:
         return self.store.number_in_files(int(self.examples_of(np.array([visit]))[0]))
@@ -188,4 +221,4 @@ def rotate(prompts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     return others
 
 
-Examples: TypeAlias = ExampleStore | MismatchedAnswers
+Examples: TypeAlias = Stores | MismatchedAnswers

@@ -8,12 +8,15 @@ materialized.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from thresher.data.batching.curriculum import Curriculum
 from thresher.errors import UserError
 
 PairIds = npt.NDArray[np.int64]
@@ -23,17 +26,60 @@ PairIds = npt.NDArray[np.int64]
 _ROUNDS, _ROUNDS_OF_WIDE_HALVES, _WIDE_BITS = 12, 6, 24
 # permuted together: four 32-bit arrays of this length fit into a core's cache
 _PAIRS_PER_BLOCK = 32_768
+# keys of permutations: epochs of sources, and the order that is fixed for the run
+_SOURCE_SHIFT, _FIXED_ORDER = 40, 1 << 62
+Order = Literal["proportional", "sequential"]
 _Values = npt.NDArray[np.unsignedinteger[Any]]  # uint32 if the number of pairs allows, else uint64
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Steps over `num_pairs` pairs; each epoch is a new permutation and its last step has the remainder."""
+class Share:
+    """A source of a mixture: how many examples it has, and how many of them an epoch visits."""
 
-    num_pairs: int
+    size: int
+    count: int
+
+    def rows(self, draws: npt.NDArray[np.uint64], seed: int, epoch: int, source: int) -> PairIds:
+        """Return the rows of the draws of an epoch, which are numbered from 0.
+
+        An epoch visits each row `count // size` times, and the rest of its draws take the next rows of an order that
+        is fixed for the run: in an epoch, and over the run, the visits of two rows differ by at most one.
+        """
+        positions = permuted(draws, self.count, seed, epoch + (source << _SOURCE_SHIFT))
+        rest = self.count % self.size
+        if rest == 0:
+            return positions % self.size
+        taken = positions < rest
+        rows = np.where(taken, 0, (positions - rest) % self.size)
+        rows[taken] = self._in_fixed_order((epoch * rest + positions[taken]) % self.size, seed, source)
+        return rows
+
+    def visited(self, num_epochs: int, seed: int, source: int) -> PairIds:
+        """Return the distinct rows of the first epochs."""
+        if self.count >= self.size or num_epochs * self.count >= self.size:
+            return np.arange(self.size if num_epochs else 0, dtype=np.int64)
+        return self._in_fixed_order(np.arange(num_epochs * self.count), seed, source)
+
+    def _in_fixed_order(self, positions: PairIds, seed: int, source: int) -> PairIds:
+        return permuted(positions.astype(np.uint64), self.size, seed, _FIXED_ORDER + source)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps over `num_pairs` pairs; each epoch is a new permutation and its last step has the remainder.
+
+    Of several sources, every step has each source's share of the epoch, to about one pair, or the epoch visits one
+    source after the other. A curriculum sorts the pairs of each epoch. The pairs of the second source are numbered
+    after those of the first, and so on.
+    """
+
+    num_pairs: int  # of an epoch, counting repeats
     seed: int
     pairs_per_step: int
     num_steps: int
+    shares: tuple[Share, ...] = ()  # none: one source, all of which an epoch visits
+    order: Order = "proportional"
+    curriculum: Curriculum | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,13 +96,43 @@ class Plan:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         start = step_in_epoch * self.pairs_per_step
         stop = min(start + self.pairs_per_step, self.num_pairs)
-        return permuted(np.arange(start, stop, dtype=np.uint64), self.num_pairs, self.seed, epoch)
+        if self.curriculum is not None:
+            return self.curriculum.in_epoch(epoch, lambda: self._between(epoch, 0, self.num_pairs))[start:stop]
+        return self._between(epoch, start, stop)
+
+    def _between(self, epoch: int, start: int, stop: int) -> PairIds:
+        """Return the pair ids of some positions of an epoch."""
+        shares = self._shares
+        firsts, lasts = self._draws_before(start), self._draws_before(stop)
+        parts, offset = [], 0
+        for source, (share, first, last) in enumerate(zip(shares, firsts, lasts, strict=True)):
+            parts.append(offset + share.rows(np.arange(first, last, dtype=np.uint64), self.seed, epoch, source))
+            offset += share.size
+        return np.concatenate(parts)
+
+    def _draws_before(self, position: int) -> list[int]:
+        """Return how many draws of each source an epoch makes before a position."""
+        counts = [share.count for share in self._shares]
+        if self.order == "sequential":
+            ends = np.cumsum(counts).tolist()
+            return [min(max(position - end + count, 0), count) for end, count in zip(ends, counts, strict=True)]
+        return allocate(position, counts)
+
+    @property
+    def _shares(self) -> tuple[Share, ...]:
+        return self.shares or (Share(self.num_pairs, self.num_pairs),)
 
     def visited_pairs(self) -> PairIds:
         """Return the distinct pair ids of all steps, in ascending order."""
-        if self.num_steps >= self.steps_per_epoch:
-            return np.arange(self.num_pairs, dtype=np.int64)
-        return np.sort(np.concatenate([self.pair_ids(step) for step in range(self.num_steps)]))
+        epochs, steps = divmod(self.num_steps, self.steps_per_epoch)
+        visited, offset = [], 0
+        for source, share in enumerate(self._shares):
+            visited.append(offset + share.visited(epochs, self.seed, source))
+            offset += share.size
+        if sum(map(len, visited)) < offset:
+            visited += [self.pair_ids(step) for step in range(self.num_steps - steps, self.num_steps)]
+            return np.unique(np.concatenate(visited))
+        return np.arange(offset, dtype=np.int64)
 
     @property
     def num_visits(self) -> int:
@@ -65,8 +141,37 @@ class Plan:
         return epochs * self.num_pairs + min(steps * self.pairs_per_step, self.num_pairs)
 
 
+def allocate(position: int, counts: Sequence[int]) -> list[int]:
+    """Divide the first `position` draws of an epoch among sources in proportion to their counts.
+
+    Draw d of a source with n draws is due at (2d + 1) / 2n, and earlier draws come first: the method of Webster and
+    Sainte-Lague, whose allocations only grow with the position. Exact, in integers.
+    """
+    total = sum(counts)
+    # all that are due at position / total; rounding makes this a few more or less than the position
+    drawn = [(2 * count * position + total) // (2 * total) for count in counts]
+    missing = position - sum(drawn)
+    while missing > 0:
+        due = [(Fraction(2 * d + 1, 2 * n), at) for at, (d, n) in enumerate(zip(drawn, counts, strict=True)) if d < n]
+        drawn[min(due)[1]] += 1
+        missing -= 1
+    while missing < 0:
+        due = [(Fraction(2 * d - 1, 2 * n), at) for at, (d, n) in enumerate(zip(drawn, counts, strict=True)) if d > 0]
+        drawn[max(due)[1]] -= 1
+        missing += 1
+    return drawn
+
+
 def make_plan(
-    num_pairs: int, *, seed: int, pairs_per_step: int, max_steps: int | None, num_epochs: float | None
+    num_pairs: int,
+    *,
+    seed: int,
+    pairs_per_step: int,
+    max_steps: int | None,
+    num_epochs: float | None,
+    shares: tuple[Share, ...] = (),
+    order: Order = "proportional",
+    curriculum: Curriculum | None = None,
 ) -> Plan:
     """Build the plan; it ends at the earlier of the two limits, or after one epoch if neither is given."""
     if num_pairs < pairs_per_step:
@@ -80,7 +185,7 @@ def make_plan(
     if num_epochs is not None or max_steps is None:
         # rounded up: half an epoch of three steps is two steps, and a plan has at least one step
         limits.append(math.ceil(round((1.0 if num_epochs is None else num_epochs) * steps_per_epoch, 6)))
-    return Plan(num_pairs, seed, pairs_per_step, max(1, min(limits)))
+    return Plan(num_pairs, seed, pairs_per_step, max(1, min(limits)), shares, order, curriculum)
 
 
 def permuted(positions: npt.NDArray[np.uint64], size: int, seed: int, epoch: int) -> PairIds:

@@ -25,6 +25,8 @@ from thresher.data.rows.formats import (
     detect_format,
     read_label,
     read_numbers,
+    read_order,
+    read_subset,
     rename,
     score_margin,
     split_answer,
@@ -125,7 +127,7 @@ class BlockWorker:
                 result.findings.setdefault(name, []).append(len(kept))
             kept.append(pair)
         hashes = [hash_example(pair) for pair in kept]
-        result.pairs = pairs_to_record_batch(kept, hashes, stored_kind)
+        result.pairs = pairs_to_record_batch(kept, hashes, stored_kind, self._settings.extra_columns)
         result.keys = to_keys([each.pair for each in hashes])
         result.swapped_keys = to_keys([each.swapped for each in hashes])
         if kind == "labels":
@@ -141,6 +143,7 @@ class BlockWorker:
         pairs: list[Example] = []  # of rows that have token ids
         rows: list[PreferenceRow] = []
         texts: list[RenderedRow] = []
+        extras: list[dict[str, Any]] = []
         for index, content in enumerate(task.block.contents):
             try:
                 values = parse_row(content)
@@ -149,7 +152,7 @@ class BlockWorker:
                     has_weights = row_format.kind == "weighted_pairs"
                     numbers = read_numbers(values)
                     pair = read_tokenized(values, len(self._tokenizer), *numbers, has_token_weights=has_weights)
-                    pairs.append(replace(pair, margin=self._margin(values, pair.margin)))
+                    pairs.append(replace(pair, margin=self._margin(values, pair.margin), **self._extra(values)))
                     continue
                 row = to_preference_row(values, row_format, task.column_names)
                 row = with_system(row, self._settings.system_prompt)
@@ -157,20 +160,31 @@ class BlockWorker:
                 if (empty := _find_empty(row)) is not None:
                     result.dropped[empty] += 1
                     continue
+                extra = self._extra(values)
                 texts.append(self._render_row(row))
                 rows.append(row)
+                extras.append(extra)
             except BadRowError as error:
                 result.bad.append(BadRow.of(task.block, index, error))
         result.headers_shortened = sum(each.header_shortened for each in texts)
         tokenized = [(TokenizedRow(pair, False, False), list[str]()) for pair in pairs]
-        for row, text, tokens in zip(rows, texts, self._to_tokens(texts), strict=True):
+        for row, text, extra, tokens in zip(rows, texts, extras, self._to_tokens(texts), strict=True):
             findings = ["control_tokens_in_text"] * text.has_placeholders
             findings += ["scores_contradict_labels"] * row.scores_contradict
             sides = zip(tokens.example.responses, row.values or (0.0,) * len(row.responses), strict=True)
             responses = tuple(response._replace(value=value) for response, value in sides)
-            example = replace(tokens.example, responses=responses, weight=row.weight, margin=row.margin)
+            example = replace(tokens.example, responses=responses, weight=row.weight, margin=row.margin, **extra)
             tokenized.append((replace(tokens, example=example), findings))
         return tokenized
+
+    def _extra(self, row: Row) -> dict[str, Any]:
+        """Read the columns that only this data set has."""
+        found: dict[str, Any] = {}
+        if (key := self._settings.subset_key) is not None:
+            found["subset"] = read_subset(row, key)
+        if (key := self._settings.order_key) is not None:
+            found["order"] = read_order(row, key)
+        return found
 
     def _margin(self, row: Row, margin: float) -> float:
         return score_margin(row, margin) if self._settings.margin_from_scores else margin
@@ -295,7 +309,7 @@ class TaskReader:
         self._joiner = UnpairedJoiner()
         names = settings.column_names
         sources = [replace(source, max_rows=settings.max_samples) for source in sources]
-        self.files = [_detect_source(source, names) for source in sources]
+        self.files = [_detect_source(source, names, settings.extra_keys) for source in sources]
         spans = [(number, span) for number, source in enumerate(sources) for span in split_source(source)]
         # if no row of a file can be parsed, each is reported as bad whatever the format
         formats = [each.format_name or "prompt" for each in self.files]
@@ -371,7 +385,7 @@ def _kind_of(files: Sequence[SourceFormat], settings: DataSettings) -> StoredKin
     return next(iter(found), "pairs")
 
 
-def _detect_source(source: SourceFile, names: Mapping[str, str]) -> SourceFormat:
+def _detect_source(source: SourceFile, names: Mapping[str, str], extra: Sequence[str] = ()) -> SourceFormat:
     for block in read_blocks(source):
         for index, content in enumerate(block.contents):
             try:
@@ -379,7 +393,7 @@ def _detect_source(source: SourceFile, names: Mapping[str, str]) -> SourceFormat
             except BadRowError:
                 continue
             row_format = detect_format(row, names, block.where(index))
-            used = {*row_format.required, *row_format.optional, *names.values()}
+            used = {*row_format.required, *row_format.optional, *names.values(), *extra}
             return SourceFormat(source, row_format.name, tuple(str(name) for name in row if name not in used))
     return SourceFormat(source, None)
 

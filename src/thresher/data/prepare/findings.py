@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from thresher import durable
 from thresher.data.store.arrow_schema import find_sorted
-from thresher.data.store.reader import ExampleStore, Hashes
+from thresher.data.store.joined import Stores
+from thresher.data.store.reader import Hashes
 from thresher.data.store.writer import open_at
 
 Keys = npt.NDArray[np.uint64]
@@ -55,7 +56,7 @@ def to_keys(hashes: Sequence[bytes] | Hashes) -> Keys:
     return np.frombuffer(joined, dtype="<u8")[::2].copy()
 
 
-def find_leaks(store: ExampleStore, other: ExampleStore) -> tuple[Finding, Finding]:
+def find_leaks(store: Stores, other: Stores) -> tuple[Finding, Finding]:
     """Find pairs and prompts of `store` that are also in `other`; training and validation should share none.
 
     Time O((n + m) log m) for n pairs against m; memory 8 m bytes plus one shard of each.
@@ -63,7 +64,7 @@ def find_leaks(store: ExampleStore, other: ExampleStore) -> tuple[Finding, Findi
     return _find_leaks("leaked_pairs", "hash", store, other), _find_leaks("leaked_prompts", "prompt_hash", store, other)
 
 
-def _find_leaks(name: str, column: str, store: ExampleStore, other: ExampleStore) -> Finding:
+def _find_leaks(name: str, column: str, store: Stores, other: Stores) -> Finding:
     known = np.empty(len(other), dtype=np.uint64)
     filled = 0
     for hashes in other.hashes(column):

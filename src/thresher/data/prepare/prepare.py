@@ -72,6 +72,8 @@ def fingerprinted_settings(settings: DataSettings) -> dict[str, Any]:
         "max_samples": settings.max_samples,
         "system_prompt": settings.system_prompt,
         "margin_from_scores": settings.margin_from_scores or None,
+        "subset_key": settings.subset_key,
+        "order_key": settings.order_key,
     }
     return {
         **{name: value for name, value in newer.items() if value is not None},
@@ -438,7 +440,11 @@ def prepare(
     with ExitStack() as stack:
         writer = stack.enter_context(
             StoreWriter(
-                output, settings.shard_rows, _resume_fingerprint(fingerprint, settings, sources), reader.stored_kind
+                output,
+                settings.shard_rows,
+                _resume_fingerprint(fingerprint, settings, sources),
+                reader.stored_kind,
+                settings.extra_columns,
             )
         )
         check_output(output, overwrite=overwrite)

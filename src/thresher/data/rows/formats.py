@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from thresher.data.example import StoredKind
+from thresher.data.example import SUBSET_BYTES, StoredKind
 from thresher.data.rows.messages import (
     SYSTEM_ROLES,
     Message,
@@ -530,6 +530,23 @@ def read_numbers(row: Row) -> tuple[float, float]:
     if weight < 0:
         raise BadRowError(f"`weight` must not be negative, got {weight}")
     return weight, margin
+
+
+def read_subset(row: Row, column: str) -> str:
+    """Read the name of a row's subset, which becomes part of the names of metrics."""
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip() or "/" in value or len(value.encode()) > SUBSET_BYTES:
+        raise BadRowError(
+            f"`{column}` must name a subset in at most {SUBSET_BYTES} bytes and without `/`, got {quoted(value)}"
+        )
+    return value.strip()
+
+
+def read_order(row: Row, column: str) -> float:
+    """Read the number by which a curriculum sorts."""
+    if row.get(column) is None:
+        raise BadRowError(f"no value for {column}, by which the curriculum sorts; its columns are {_names(row)}")
+    return _number(row, column, 0.0)
 
 
 def _pair(

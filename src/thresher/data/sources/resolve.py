@@ -54,6 +54,13 @@ def at_revision(name: str, revision: str | None) -> str:
     return f"{_HUB}{match[1]}@{revision}{match[2]}"
 
 
+def at_split(name: str, split: str | None) -> str:
+    """Name a split: hf://OWNER/NAME:SPLIT, or a directory below a saved dataset."""
+    if split is None:
+        return name
+    return f"{name}:{split}" if name.startswith(_HUB) else f"{name.rstrip('/')}/{split}"
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """One file, saved dataset directory or Hub dataset."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.example import Example, Response, StoredKind, kind_of
+from thresher.data.example import SUBSET_BYTES, Example, Response, StoredKind, kind_of
 from thresher.data.store.reader import HASH_BYTES, fixed_width_values, schema_of
 
 
@@ -41,7 +41,9 @@ def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 
-def pairs_to_record_batch(pairs: Sequence[Example], hashes: Sequence[PairHashes], kind: StoredKind = "pairs") -> Any:
+def pairs_to_record_batch(
+    pairs: Sequence[Example], hashes: Sequence[PairHashes], kind: StoredKind = "pairs", extra: Sequence[str] = ()
+) -> Any:
     """Build a record batch with the columns of a kind of examples."""
     values: dict[str, list[Any]] = {
         "prompt_ids": [pair.prompt_ids for pair in pairs],
@@ -49,6 +51,8 @@ def pairs_to_record_batch(pairs: Sequence[Example], hashes: Sequence[PairHashes]
         "margin": [pair.margin for pair in pairs],
         "hash": [each.pair for each in hashes],
         "prompt_hash": [each.prompt for each in hashes],
+        "subset": [pair.subset.encode().ljust(SUBSET_BYTES, b"\0") for pair in pairs],
+        "order": [pair.order for pair in pairs],
     }
     if kind_of(kind) == "pairs":
         for name, side in (("chosen", 0), ("rejected", 1)):
@@ -61,7 +65,7 @@ def pairs_to_record_batch(pairs: Sequence[Example], hashes: Sequence[PairHashes]
         values["response_lengths"] = [np.array([len(each.ids) for each in responses]) for responses in lists]
         values["response_mask"] = [_joined_mask(responses) for responses in lists]
         values["values"] = [np.array([each.value for each in responses]) for responses in lists]
-    schema = schema_of(kind)
+    schema = schema_of(kind, extra)
     columns = [
         (list_array if pa.types.is_list(field.type) else pa.array)(values[field.name], field.type) for field in schema
     ]

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from thresher.data.example import UNITS, Example, ExampleBatch, Kind, Response, StoredKind, kind_of
+from thresher.data.example import SUBSET_BYTES, UNITS, Example, ExampleBatch, Kind, Response, StoredKind, kind_of
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
 
@@ -55,7 +55,7 @@ def _mix(hashes: npt.NDArray[Any], seed: int) -> Keys:
 
 
 FORMAT_VERSION = 1  # of pairs
-RESPONSES_VERSION = 2  # of other kinds, which earlier versions cannot read
+RESPONSES_VERSION = 2  # of other kinds and with extra columns, which earlier versions cannot read
 ROWS_PER_RECORD_BATCH = 1024
 HASH_BYTES = 16
 # each mapped shard uses a file descriptor, of which 1024 is a common limit, and a run maps the shards of the training
@@ -92,6 +92,8 @@ _RESPONSES_SCHEMA = pa.schema(
     ]
 )
 _NUMBERS_OF_TOKENS = pa.list_(pa.field("item", pa.float32(), nullable=False))
+# columns that a source may have: the subset that an evaluation measures separately, and the position in a curriculum
+EXTRA_COLUMNS = {"subset": pa.binary(SUBSET_BYTES), "order": pa.float64()}
 _WEIGHTED_SCHEMA = pa.schema(
     [*SCHEMA, *(pa.field(f"{side}_weights", _NUMBERS_OF_TOKENS, nullable=False) for side in ("chosen", "rejected"))]
 )
@@ -101,9 +103,10 @@ HASH_DTYPE = np.dtype(f"V{HASH_BYTES}")
 Hashes = npt.NDArray[np.void]
 
 
-def schema_of(kind: StoredKind) -> Any:
+def schema_of(kind: StoredKind, extra: Sequence[str] = ()) -> Any:
     """Return the columns of a shard."""
-    return {"pairs": SCHEMA, "weighted_pairs": _WEIGHTED_SCHEMA}.get(kind, _RESPONSES_SCHEMA)
+    schema = {"pairs": SCHEMA, "weighted_pairs": _WEIGHTED_SCHEMA}.get(kind, _RESPONSES_SCHEMA)
+    return pa.schema([*schema, *(pa.field(name, EXTRA_COLUMNS[name], nullable=False) for name in extra)])
 
 
 class _PairsView:
@@ -114,7 +117,7 @@ class _PairsView:
         # None if the whole column is null, as mask columns usually are
         self._masks = [column if column.null_count < len(column) else None for column in batch.columns[3:5]]
         self._weights, self._margins = (np.from_dlpack(batch.column(at)) for at in (5, 6))
-        self._token_weights = [list_views(column) for column in batch.columns[9:]]
+        self._token_weights = [list_views(column) for column in batch.columns[9:] if pa.types.is_list(column.type)]
 
     def example(self, row: int) -> Example:
         prompt, chosen, rejected = _row(self._ids, row)
@@ -148,12 +151,12 @@ class _ResponsesView:
 class StoreShard:
     """One memory-mapped Arrow file; each record batch but the last holds `ROWS_PER_RECORD_BATCH` examples."""
 
-    def __init__(self, path: Path, kind: StoredKind = "pairs") -> None:
+    def __init__(self, path: Path, kind: StoredKind = "pairs", extra: Sequence[str] = ()) -> None:
         self._path = path
         self._view = _PairsView if kind_of(kind) == "pairs" else _ResponsesView
         with self._reading():
             self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            if not self._reader.schema.equals(schema_of(kind)):
+            if not self._reader.schema.equals(schema_of(kind, extra)):
                 raise ValueError("unexpected columns")
         self._batches: dict[int, _PairsView | _ResponsesView] = {}
 
@@ -168,9 +171,13 @@ class StoreShard:
             raise UserError(f"{self._path} has fewer pairs than its manifest states; prepare the store again") from None
 
     def hashes(self, column: str) -> Hashes:
+        return self.values(column, HASH_DTYPE)
+
+    def values(self, column: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return a column of fixed width."""
         with self._reading():
             batches = [self._batch(number, check_offsets=False) for number in range(self._reader.num_record_batches)]
-            return np.concatenate([fixed_width_values(batch.column(column), HASH_DTYPE) for batch in batches])
+            return np.concatenate([fixed_width_values(batch.column(column), dtype) for batch in batches])
 
     def _batch(self, number: int, *, check_offsets: bool) -> Any:
         batch = self._reader.get_batch(number)
@@ -238,7 +245,10 @@ class ExampleStore:
         self.unit = UNITS[self.kind]
         self.num_responses = int(manifest.get("num_responses", 2))  #: of the example with most
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
-        self._shard = lru_cache(MAX_OPEN_SHARDS)(lambda number: StoreShard(path / files[number].name, stored_kind))
+        self.extra_columns = tuple(manifest.get("extra_columns", ()))
+        self._shard = lru_cache(MAX_OPEN_SHARDS)(
+            lambda number: StoreShard(path / files[number].name, stored_kind, self.extra_columns)
+        )
         self.digest = str(manifest["content_digest"])  #: of all examples in order, independent of the shard size
         self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings
         self.tokenizer_digest = str(manifest.get("tokenizer_digest", "unknown"))
@@ -332,6 +342,34 @@ class ExampleStore:
         return found
 
     @property
+    def parts(self) -> dict[str, ExampleStore]:
+        """Itself, without a name, where several stores are joined."""
+        return {"": self}
+
+    def part_of(self, pair_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.zeros(len(pair_ids), dtype=np.int64)
+
+    @cached_property
+    def _subsets(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        values = self.column("subset", np.dtype(f"S{SUBSET_BYTES}"))
+        names, numbers = np.unique(values, return_inverse=True)
+        return names, numbers.astype(np.int64)
+
+    @property
+    def subsets(self) -> list[str]:
+        """The subsets that are measured separately, in order of their names; none without such a column."""
+        return [name.decode() for name in self._subsets[0].tolist()] if "subset" in self.extra_columns else []
+
+    def subset_of(self, pair_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self._subsets[1][pair_ids]
+
+    def column(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return a column of fixed width of all examples."""
+        shards = range(len(self._shard_starts) - 1)
+        values = np.concatenate([self._shard(number).values(name, dtype) for number in shards])
+        return values if self._numbers is None else values[self._numbers]
+
+    @property
     def file_names(self) -> list[str]:
         """The store's files, relative to its directory."""
         return ["manifest.json", *(file.name for file in _files(self.manifest))]
@@ -361,7 +399,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format_version"]
-        if is_known := version == (FORMAT_VERSION if manifest.get("kind", "pairs") == "pairs" else RESPONSES_VERSION):
+        is_first = manifest.get("kind", "pairs") == "pairs" and not manifest.get("extra_columns")
+        if is_known := version == (FORMAT_VERSION if is_first else RESPONSES_VERSION):
             _check_fields(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); prepare the store again") from error
@@ -382,6 +421,8 @@ def _check_fields(manifest: Mapping[str, Any]) -> None:
     kinds = (*get_args(Kind), "weighted_pairs")
     if kind not in kinds or type(width) is not int or width < 1 or (kind_of(kind) == "pairs" and width != 2):
         raise ValueError(f"invalid kind {kind!r} with {width!r} responses")
+    if not set(extra := manifest.get("extra_columns", [])) <= EXTRA_COLUMNS.keys() or len(set(extra)) < len(extra):
+        raise ValueError(f"invalid columns {extra!r}")
     expected = {"lengths.bin": (1 + width) * LENGTH_DTYPE.itemsize, "scored.bin": width * LENGTH_DTYPE.itemsize}
     if kind_of(kind) != "pairs":
         expected["prompts.bin"] = HASH_BYTES

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,9 +58,15 @@ class StoreWriter:
     """Write record batches into shards in the staging directory; `finish` renames it to the output."""
 
     def __init__(
-        self, output: Path, shard_rows: int, fingerprint: str | None = None, kind: StoredKind = "pairs"
+        self,
+        output: Path,
+        shard_rows: int,
+        fingerprint: str | None = None,
+        kind: StoredKind = "pairs",
+        extra_columns: Sequence[str] = (),
     ) -> None:
-        self._stored_kind, self._kind = kind, kind_of(kind)
+        self._stored_kind, self._kind, self._extra_columns = kind, kind_of(kind), tuple(extra_columns)
+        self._schema = schema_of(kind, extra_columns)
         self._shard_rows = shard_rows
         self._rows_per_batch = min(ROWS_PER_RECORD_BATCH, shard_rows)
         self.staging = Staging(output, fingerprint)
@@ -96,9 +102,10 @@ class StoreWriter:
         self._columns_in_use: set[str] = set(state.get("columns_in_use", ()))
         self._longest = int(state.get("longest_pair", 0))
         self._digest = hashlib.sha256()
-        self._list_digests = {name: hashlib.sha256() for name in _DIGESTED_LISTS[self._stored_kind]}
+        digested = (*_DIGESTED_LISTS[self._stored_kind], *self._extra_columns)
+        self._column_digests = {name: hashlib.sha256() for name in digested}
         for shard in self._shards:
-            for batch in _content_columns(self._content / shard.name, self._stored_kind):
+            for batch in _content_columns(self._content / shard.name, self._schema, digested):
                 self._digest_content(batch)
         if num_batches := int(state.get("batches_in_shard", 0)):
             self._copy_torn_shard(num_batches)
@@ -198,11 +205,13 @@ class StoreWriter:
             paths.pop("scored").unlink()
         for name, path in paths.items():
             path.replace(self._content / f"{name}.bin")
-        digest, of_kind = self._digest.hexdigest(), {}
-        if self._stored_kind != "pairs":
-            digests = (self._digest, *self._list_digests.values())
+        digest, of_kind = self._digest.hexdigest(), dict[str, Any]()
+        if self._column_digests or self._stored_kind != "pairs":
+            digests = (self._digest, *self._column_digests.values())
             digest = hashlib.sha256(b"".join(each.digest() for each in digests)).hexdigest()
             of_kind = {"kind": self._stored_kind, "num_responses": self._num_responses}
+        if self._extra_columns:
+            of_kind["extra_columns"] = list(self._extra_columns)
         manifest = {
             "format_version": RESPONSES_VERSION if of_kind else FORMAT_VERSION,
             **of_kind,
@@ -246,7 +255,7 @@ class StoreWriter:
         self._writer = None
 
     def _write_pending(self, num_rows: int) -> None:
-        table = pa.Table.from_batches(self._pending, schema=schema_of(self._stored_kind))
+        table = pa.Table.from_batches(self._pending, schema=self._schema)
         self._pending = table.slice(num_rows).to_batches()
         self._num_pending -= num_rows
         self._write(rebuild_buffers(table.slice(0, num_rows).combine_chunks().to_batches()[0]))
@@ -254,7 +263,7 @@ class StoreWriter:
     def _write(self, batch: Any) -> None:
         if self._writer is None:
             self._sink = pa.OSFile(str(self._shard_path), "wb")
-            self._writer = pa.ipc.new_file(self._sink, schema_of(self._stored_kind))
+            self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._writer.write_batch(batch)
         self._batches_in_shard += 1
         self._pairs_in_shard += batch.num_rows
@@ -273,8 +282,11 @@ class StoreWriter:
         for name in _CONTENT_COLUMNS:
             rows[name] = fixed_width_values(batch.column(name), _CONTENT_DTYPE[name])
         self._digest.update(rows.tobytes())
-        for name, digest in self._list_digests.items():
-            digest.update(batch.column(name).flatten().to_numpy().tobytes())
+        for name, digest in self._column_digests.items():
+            column = batch.column(name)
+            is_list = pa.types.is_list(column.type)
+            values = column.flatten().to_numpy() if is_list else fixed_width_values(column, _bytes_of(column.type))
+            digest.update(values.tobytes())
         return rows
 
     def _write_lengths(self, batch: Any) -> None:
@@ -305,10 +317,13 @@ class StoreWriter:
         return StoreFile(name, path.stat().st_size, sha256_of_file(path), num_pairs)
 
 
-def _content_columns(path: Path, kind: StoredKind) -> Iterator[Any]:
+def _bytes_of(arrow_type: Any) -> np.dtype[Any]:
+    return np.dtype(f"V{arrow_type.byte_width}")
+
+
+def _content_columns(path: Path, schema: Any, names: Sequence[str]) -> Iterator[Any]:
     # read, not mapped: mapped pages would count as memory of this process
-    names = (*_CONTENT_COLUMNS, *_DIGESTED_LISTS[kind])
-    fields = sorted(schema_of(kind).get_field_index(name) for name in names)
+    fields = sorted(schema.get_field_index(name) for name in (*_CONTENT_COLUMNS, *names))
     with pa.OSFile(str(path)) as stream:
         reader = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(included_fields=fields))
         for number in range(reader.num_record_batches):

@@ -137,8 +137,8 @@ def prefetch_reference(inputs: RunInputs, policy: TrainEngine, workers: Sequence
     )
     validation = None
     if (examples := inputs.validation_examples) is not None:
-        lengths, batching = examples.lengths, build_eval_batching(inputs)
-        batches = evaluation_batches(lengths, batching, dp_group.rank, dp_group.size)
+        of_sets = evaluation_batches(examples, build_eval_batching(inputs), dp_group.rank, dp_group.size)
+        batches = [ids for each in of_sets.values() for ids in each]
         validation = prefetching(
             lambda index: [batches[index]],
             lambda index: worker_for(index).score_validation.remote(index, dp_group.rank),

@@ -175,8 +175,9 @@ class ReferenceWorker(Worker):
             raise ValueError("there are no validation pairs to score")
         set_activity(f"scoring validation batch {batch + 1} for rank {rank}")
         batching = build_eval_batching(self._inputs)
-        ids = evaluation_batches(store.lengths, batching, rank, self._num_ranks)[batch]
-        return pack_logps([self._score(store, ids)])
+        of_sets = evaluation_batches(store, batching, rank, self._num_ranks)
+        batches = [ids for each in of_sets.values() for ids in each]
+        return pack_logps([self._score(store, batches[batch])])
 
     def trace(self) -> list[TraceSpan]:
         return list(self._spans)

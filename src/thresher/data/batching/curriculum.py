@@ -1,0 +1,68 @@
+"""Curriculum: the examples of an epoch in the order of a key, the least or the greatest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from thresher.data.store.joined import Stores
+from thresher.errors import UserError
+
+Key = Literal["length", "margin", "column"]
+_ROWS_PER_BLOCK = 1 << 20
+
+
+@dataclass(eq=False)
+class Curriculum:
+    """Sorts the examples of each epoch when its first step is needed: 16 bytes of memory per example and process."""
+
+    store: Stores
+    key: Key
+    descending: bool
+    _sorted: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)  # the newest epoch
+
+    def __post_init__(self) -> None:
+        parts = self.store.parts.items()
+        lacking = {
+            "length": [],
+            "margin": [name for name, each in parts if "margin" not in each.columns_in_use],
+            "column": [name for name, each in parts if "order" not in each.extra_columns],
+        }[self.key]
+        if self.key == "margin" and len(lacking) == len(parts):
+            raise UserError(
+                f"data_args.order is margin, and no pair of {self.store.path} has one; write a column `margin`, or set "
+                "data_args.margin_from_scores=true for rows with scores"
+            )
+        if self.key == "column" and lacking:
+            raise UserError(
+                "data_args.order is column, which each source must name: set data_args.sources."
+                f"{lacking[0] or 'NAME'}.columns.order to the name of a column with numbers"
+            )
+
+    @property
+    def order(self) -> str:
+        return f"{'-' if self.descending else ''}{self.key}"
+
+    def in_epoch(self, epoch: int, shuffled: Callable[[], npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """Sort the examples of an epoch; of equal ones, the shuffled order decides."""
+        if epoch not in self._sorted:
+            ids = shuffled()
+            keys = self._keys()[ids]
+            self._sorted = {epoch: ids[np.argsort(-keys if self.descending else keys, kind="stable")]}
+        return self._sorted[epoch]
+
+    def _keys(self) -> npt.NDArray[Any]:
+        if self.key == "margin":
+            return self.store.column("margin", np.dtype("<f4"))
+        if self.key == "column":
+            return self.store.column("order", np.dtype("<f8"))
+        starts = range(0, len(self.store), _ROWS_PER_BLOCK)
+        lengths = self.store.lengths
+        return np.concatenate([lengths[at : at + _ROWS_PER_BLOCK].sum(axis=1, dtype=np.int64) for at in starts])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_sorted": {}}
