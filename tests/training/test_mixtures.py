@@ -19,6 +19,10 @@ from thresher.errors import CheckpointError, UserError
 from thresher.pipeline import DPOPipeline
 
 
+# what follows eval/ in the metrics of a run with the sets all, odd and even
+EVALUATED = {"all", "odd", "even", "loss", "rewards", "logps", "lengths", "kl", "sft_loss"}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mixture")
@@ -168,11 +172,17 @@ def test_metrics_of_subsets_are_those_of_sets_with_their_rows(files, tmp_path):
         "odd": {"file_name": str(tmp_path / "odd.jsonl")},
         "even": {"file_name": str(tmp_path / "even.jsonl")},
     }
-    values = config_of(files, tmp_path / "run", validation={"sets": sets, "data_args": {"template": "raw"}})
+    values = config_of(
+        files,
+        tmp_path / "run",
+        validation={"sets": sets, "data_args": {"template": "raw"}},
+        metric_for_best_model="eval/all/odd/rewards/accuracies",
+    )
     record = next(each for each in trained(values) if "eval/loss" in each)
     for kind in ("odd", "even"):
         for key in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
             assert record[f"eval/all/{kind}/{key}"] == pytest.approx(record[f"eval/{kind}/{key}"], abs=1e-6)
+    assert [key for key in record if key.startswith("eval/") and key.split("/")[1] not in EVALUATED] == []
     pairs = [json.loads(line) for line in (tmp_path / "run" / "logs" / "eval_pairs.jsonl").read_text().splitlines()]
     assert Counter(pairs[-1]["sets"]) == {"all": 7, "odd": 3, "even": 4}
     assert pairs[-1]["pairs"] == [*range(7), *range(3), *range(4)]

@@ -6,7 +6,7 @@ LD-weighted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +53,10 @@ def mean_values(metrics: Mapping[str, MetricSum]) -> dict[str, float]:
     return means
 
 
-def of_sets(metrics: Mapping[str, Mapping[str, MetricSum]]) -> dict[str, MetricSum]:
-    """The metrics of all evaluation sets together, and those of each set under its name, if it has one."""
+def of_sets(metrics: Mapping[str, Mapping[str, MetricSum]], common: Collection[str]) -> dict[str, MetricSum]:
+    """The metrics that all evaluation sets have, over all of them, and those of each set under its name."""
     named = {f"{of}/{name}": each for of, found in metrics.items() if of for name, each in found.items()}
-    return merge_metrics(list(metrics.values())) | named
+    return merge_metrics([{name: found[name] for name in common} for found in metrics.values()]) | named
 
 
 @torch.no_grad()

@@ -422,7 +422,9 @@ def skipped_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
 
 def _pairs_of(pairs: object) -> str:
     entries = [each for each in pairs if isinstance(each, Mapping)] if isinstance(pairs, list) else []
-    named = ", ".join(f"{each.get('pair')} ({each.get('fault', 'not known')})" for each in entries[:5])
+    places = [" ".join(str(each[name]) for name in ("source", "pair") if name in each) for each in entries[:5]]
+    faults = [each.get("fault", "not known") for each in entries[:5]]
+    named = ", ".join(f"{place} ({fault})" for place, fault in zip(places, faults, strict=True))
     return named + (f" and {len(entries) - 5} more" if len(entries) > 5 else "")
 
 
@@ -434,11 +436,16 @@ def data_reports(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
             section = run.section("data").get(role)
             if not isinstance(section, Mapping):
                 continue
-            key = json.dumps([role, section], sort_keys=True, default=str)
-            if key not in found:
-                heading = f"{title} {UNITS[kind_of(section)]}: {format_number(section.get('pairs'))}"
-                found[key] = {"title": heading, "runs": [], **_data_report(section.get("report"))}
-            found[key]["runs"].append(run.name)
+            parts = section.get("parts")
+            for name, part in (parts if isinstance(parts, Mapping) else {"": section}).items():
+                if not isinstance(part, Mapping):
+                    continue
+                key = json.dumps([role, name, part], sort_keys=True, default=str)
+                if key not in found:
+                    of_part = f", {name}" if name else ""
+                    heading = f"{title} {UNITS[kind_of(part)]}{of_part}: {format_number(part.get('pairs'))}"
+                    found[key] = {"title": heading, "runs": [], **_data_report(part.get("report"))}
+                found[key]["runs"].append(run.name)
     return list(found.values())
 
 

@@ -26,7 +26,7 @@ from thresher.data.batching.batches import MicroBatching, ScoringBatching
 from thresher.data.batching.mismatched import Examples
 from thresher.data.batching.plan import PairIds, Plan
 from thresher.distributed.groups import PEER_TIMEOUT, Metrics, limit_collectives
-from thresher.engines.accumulate import Evaluation, MicroBatch, StepDiscarded
+from thresher.engines.accumulate import Evaluation, MicroBatch, StepDiscarded, empty_metrics
 from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
 from thresher.losses.metrics import mean_values, of_sets
@@ -239,7 +239,8 @@ class RankTrainer:
                 metrics[name] = evaluation.metrics()
         if (pairs := sampler.gather(dp_group)) is not None:
             yield pairs
-        yield {f"eval/{name}": mean for name, mean in mean_values(of_sets(metrics)).items()}
+        common = empty_metrics(replace(self.objective, groups=())).keys()
+        yield {f"eval/{name}": mean for name, mean in mean_values(of_sets(metrics, common)).items()}
 
     def save(self) -> Path:
         """Save a checkpoint of this step and return its path; collective.
