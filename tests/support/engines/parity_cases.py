@@ -279,13 +279,13 @@ AGAINST_ONE_PROCESS = [
             sizes,
             family=family,
             param_groups=(("embed_tokens", 0.1), ("layers.1", 3.0), ("*experts", 2.0)),
-            also="parameter groups",
+            also=also,
         )
-        for sizes, family in (
-            (ParallelDims(dp_shard=2), "qwen2"),
-            (ParallelDims(tp=2), "qwen2"),
-            (ParallelDims(pp=2), "qwen2"),
-            (EP, "qwen3_moe"),
+        for sizes, family, also in (
+            (ParallelDims(dp_shard=2), "llama", "parameter groups"),
+            (ParallelDims(tp=2), "llama", "parameter groups"),
+            (EP, "qwen3_moe", "parameter groups"),
+            (ParallelDims(pp=2), "qwen2", "parameter groups, a tied embedding"),
         )
     ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),

@@ -39,6 +39,7 @@ class OptimizerKind:
     is_blockwise: bool = False  # its state has blocks of elements
     # gradients are taken at other weights than those to evaluate and to save, which are kept during a step
     averages: bool = False
+    accepts_fake_tensors: bool = True  # as `thresher plan --simulate` has
     after_load: Callable[[Any], None] = lambda _: None
 
 
@@ -113,7 +114,13 @@ def _of_bitsandbytes(num_bits: int, state: float, *, is_paged: bool = False) -> 
         if is_paged:
             optimizer.move_to_pages()
 
-    return OptimizerKind(build, lambda *_: state, is_blockwise=num_bits == 8, after_load=after_load)
+    return OptimizerKind(
+        build,
+        lambda *_: state,
+        is_blockwise=num_bits == 8,
+        accepts_fake_tensors=False,
+        after_load=after_load,
+    )
 
 
 def _schedule_free(groups: Groups, training: TrainingArgs, _shards: Shards) -> Optimizer:
@@ -144,7 +151,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "paged_adamw_8bit": _of_bitsandbytes(8, 2 * BYTES_PER_ELEMENT, is_paged=True),
     "paged_adamw_32bit": _of_bitsandbytes(32, 2 * 4, is_paged=True),
     "schedule_free_adamw": OptimizerKind(_schedule_free, _tensors(2), averages=True),
-    "sgd": OptimizerKind(_of_torch(torch.optim.SGD, fused=True), _tensors(0, "momentum")),
+    "sgd": OptimizerKind(_of_torch(torch.optim.SGD, fused=True), _tensors(0, "momentum"), accepts_fake_tensors=False),
     "rmsprop": OptimizerKind(_of_torch(torch.optim.RMSprop, foreach=True), _tensors(1, "momentum", "centered")),
     "adafactor": OptimizerKind(_of_torch(torch.optim.Adafactor), _tensors(0), is_elementwise=False),
     "muon": OptimizerKind(MuonAndAdamW, _tensors(1), is_elementwise=False),
