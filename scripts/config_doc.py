@@ -204,7 +204,7 @@ def _type(schema: dict[str, Any]) -> str:
     if "prefixItems" in schema:
         return f"list of {len(schema['prefixItems'])} {schema['prefixItems'][0]['type']}s"
     if schema["type"] == "array":
-        return f"list of {schema['items']['type']}s"
+        return f"list of {schema['items'].get('type', 'mapping')}s"
     if schema["type"] == "object":
         inner = schema["additionalProperties"]
         value = _type(inner) if isinstance(inner, dict) else _ANY

@@ -353,7 +353,57 @@ special_tokens: {pad_token: <pad>}
     assert value(done, f"{MODEL}pad_token") == "<pad>"
     assert value(done, "track_with") == ["console", "wandb"]
     assert entry(done, "optimizer").outcome == "different meaning"
+    assert value(done, f"{TRAINING}optim") == "adamw_8bit"
     assert not lost(done)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("adamw_torch_fused", None),
+        ("adamw_bnb_8bit", "adamw_8bit"),
+        ("adamw_torch_8bit", "adamw_8bit"),
+        ("paged_adamw_8bit", "paged_adamw_8bit"),
+        ("paged_adamw_32bit", "paged_adamw_32bit"),
+        ("rmsprop", "rmsprop"),
+        ("schedule_free_adamw", "schedule_free_adamw"),
+    ],
+)
+def test_optimizers_of_transformers(tmp_path: Path, name: str, ours: str | None) -> None:
+    done = imported(tmp_path, f"{TRL}optim: {name}\nwarmup_steps: 3\n")
+    assert value(done, f"{TRAINING}optim") == ours
+    schedule = "constant_with_warmup" if name == "schedule_free_adamw" else "linear"
+    assert value(done, f"{TRAINING}lr_scheduler_type") == schedule
+    assert not lost(done)
+
+
+def test_8_bit_optimizers_are_adamw_with_deepspeed(tmp_path: Path) -> None:
+    zero = "{zero_optimization: {stage: 2}}"
+    done = imported(tmp_path, f"{TRL}optim: paged_adamw_8bit\ndeepspeed: '{zero}'\n")
+    assert value(done, f"{TRAINING}optim") is None
+    assert entry(done, "optim").outcome == "different meaning"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "stage: dpo\nmodel_name_or_path: m\nfinetuning_type: lora\ndataset: d\nlora_rank: 4\nloraplus_lr_ratio: 16\n",
+        "base_model: m\nrl: dpo\nadapter: lora\nlora_r: 4\nloraplus_lr_ratio: 16\n",
+        "rlhf_type: dpo\nmodel: m\ndataset: d\nlora_rank: 4\noptimizer: lorap\nlorap_lr_ratio: 16\n",
+    ],
+)
+def test_lora_plus(tmp_path: Path, text: str) -> None:
+    done = imported(tmp_path, text)
+    assert value(done, f"{MODEL}lora_plus_ratio") == 16
+    assert not lost(done)
+
+
+def test_learning_rates_of_axolotl(tmp_path: Path) -> None:
+    text = "base_model: m\nrl: dpo\nembedding_lr: 1.0e-7\nlr_groups:\n  - {name: q, modules: [q_proj], lr: 1.0e-6}\n"
+    assert value(imported(tmp_path, text), f"{TRAINING}param_groups") == [
+        {"match": ["*q_proj*"], "lr": 1e-6},
+        {"match": ["embed_tokens", "lm_head"], "lr": 1e-7},
+    ]
 
 
 def test_ms_swift_script(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ NEEDS = {
             ("lora_dropout", 0.1),
             ("lora_target", ["q_proj"]),
             ("lora_init", "pissa"),
+            ("lora_plus_ratio", 16.0),
         )
     },
     "actor_train.model_args.freeze_module_prefix": Needs(
@@ -228,7 +229,7 @@ ALWAYS = {
     *(f"actor_train.training_args.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *(f"actor_train.training_args.{name}" for name in ("learning_rate", "per_device_train_batch_size", "weight_decay")),
     *(f"actor_train.training_args.{name}" for name in ("global_batch_size", "max_tokens_per_micro_batch")),
-    *(f"actor_train.training_args.{name}" for name in ("log_num_zeros_in_grad", "optim")),
+    *(f"actor_train.training_args.{name}" for name in ("log_num_zeros_in_grad", "optim", "param_groups")),
     *(f"actor_train.training_args.{name}" for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
     *(f"actor_train.training_args.{name}" for name in ("lr_scheduler_type", "gradient_checkpointing", "torch_compile")),
     *(f"{section}.data_args.store" for section in ("actor_train", "validation")),

@@ -41,7 +41,6 @@ EXTERNAL = {
     "benchmarks/llama3_h100_202412_torchtitan.md",  # torchtitan
     "compute_reference_log_probs",  # ROLL
     "config_qlora",  # the alignment handbook
-    "engines/native/optimizers.py",  # a file to create
     "field_rejected",  # axolotl
     "linear_cross_entropy",  # torch
     "reward_accuracy",  # ColossalChat

@@ -18,6 +18,7 @@ from tests.support.published_models import save_config
 from tests.support.small_runs import save_small_tokenizer
 from thresher.builders.hardware import GPUS
 from thresher.config import parse_config
+from thresher.errors import UserError
 from thresher.plan.estimate import Estimate
 from thresher.plan.simulate.run import SimulatedRank, simulate_stage
 from thresher.plan.step import Cluster, MeshDim
@@ -255,3 +256,11 @@ def test_the_proposed_mesh_fits_by_simulation(run: PlannedRun, tmp_path):
         print(f"{run}, {stage}: {rank.counted.peak / GB:.1f} GB, by formula {rank.memory.total / GB:.1f}")
         assert rank.counted.peak <= estimate.usable_memory
         assert rank.memory.total == pytest.approx(rank.counted.peak, rel=ERROR)
+
+
+@pytest.mark.parametrize("optim", ["paged_adamw_8bit", "sgd"])
+def test_an_optimizer_whose_kernels_need_values_is_refused(models, optim):
+    values = {"pretrain": str(models / "tiny"), "actor_train": {"training_args": {"optim": optim}, "num_workers": 2}}
+    estimate = Estimate(parse_config(values), Cluster(GPUS["h100"], 8, 2))
+    with pytest.raises(UserError, match=f"optim {optim} do not run on fake tensors; leave out --simulate"):
+        simulate_stage(estimate, "all", [[PAIR]])

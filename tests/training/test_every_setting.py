@@ -99,6 +99,7 @@ TRAINING_CASES = {
     "min_lr_ratio": Case({"min_lr_ratio": 0.5}, "rates", {"lr_scheduler_type": "cosine_with_min_lr"}),
     "optim": Case({"optim": "muon"}, "later losses"),
     "optim_args": Case({"optim_args": {"momentum": 0.1}}, "later losses", {"optim": "muon"}),
+    "param_groups": Case({"param_groups": [{"match": "embed_tokens", "lr_ratio": 9}]}, "later losses"),
     "lr_power": Case({"lr_power": 3.0}, "rates", {"lr_scheduler_type": "polynomial"}),
     "gradient_checkpointing": Case({"gradient_checkpointing": "selective"}, "nothing"),
     "activation_offload": Case({"activation_offload": True}, "nothing", {"gradient_checkpointing": "full"}),
@@ -110,6 +111,7 @@ MODEL_CASES = {
     "lora_dropout": Case({"lora_dropout": 0.5}, "later losses", {"lora_rank": 4}),
     "lora_target": Case({"lora_target": "q_proj"}, "later losses", {"lora_rank": 4}),
     "lora_init": Case({"lora_init": "pissa"}, "later losses", {"lora_rank": 4}),
+    "lora_plus_ratio": Case({"lora_plus_ratio": 16.0}, "later losses", {"lora_rank": 4}),
     "freeze_module_prefix": Case(
         {"freeze_module_prefix": "model.layers.1"}, "later losses", {"freeze_module_prefix": "model.embed"}
     ),

@@ -8,7 +8,7 @@ from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.importers.names import names_in_python, names_of_other_trainers
 
-_OPTIMIZER = "AdamW is the only optimizer; set learning_rate, weight_decay and adam_beta1 in DPOConfig"
+_OPTIMIZER = "set optim, learning_rate, weight_decay and param_groups in DPOConfig"
 _SCHEDULE = "set lr_scheduler_type and warmup_steps in DPOConfig"
 _LOSS = "write it as a function of the pairs, and set pref_loss=path/to/file.py:function; see docs/concepts/losses.md"
 _ENGINE = "set actor_train.strategy_args in DPOConfig, and the number of workers as devices; see docs/scale/engines.md"

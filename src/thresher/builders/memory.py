@@ -15,7 +15,7 @@ from torch import nn
 from thresher.config.roles import TrainingArgs
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.declaration import FSDP2Settings
-from thresher.engines.native.optimizers import state_tensors
+from thresher.engines.native.optimizers.registry import held_bytes
 from thresher.engines.native.parallelize import partition_layers
 from thresher.errors import UserError
 from thresher.models.experts import is_stacked
@@ -288,7 +288,7 @@ def held_memory(process: Process) -> Memory:
     elements, stored = process.shards, process.stored
     weights = stored * elements.total - (stored - process.compute) * elements.narrow
     reference = stored * elements.total if process.reference == "copy" else 0
-    state = state_tensors(process.training) * stored * elements.trained
+    state = held_bytes(process.training, stored) * elements.trained
     return Memory(weights, stored * elements.trained, state, reference)
 
 

@@ -18,6 +18,8 @@ from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
 
 STEM = "weights"
+# what the averages of schedulefree depend on, which it keeps per group
+_GROUP_STATE = ("k", "weight_sum", "lr_max")
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 
 
@@ -92,7 +94,8 @@ def optimizer_state(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         shapes = _shapes(group["params"], names, full_parameters)
-        groups.append({"names": list(shapes), "shapes": list(shapes.values())})
+        kept = {key: group[key] for key in _GROUP_STATE if key in group}
+        groups.append({"names": list(shapes), "shapes": list(shapes.values()), **kept})
         for name, parameter in zip(shapes, group["params"], strict=True):
             if parameter not in optimizer.state:
                 continue
@@ -135,6 +138,8 @@ def load_optimizer_state(
     optimizer.state.clear()
     for name, values in restored.items():
         optimizer.state[parameters[name][0]] = values
+    for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({key: saved_group[key] for key in _GROUP_STATE if key in saved_group})
 
 
 def join_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -143,7 +148,7 @@ def join_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for same_group in zip(*(each["groups"] for each in values), strict=True):
         # a dict, because two ranks may have the same parameter
         shapes = {name: shape for each in same_group for name, shape in zip(each["names"], each["shapes"], strict=True)}
-        groups.append({"names": list(shapes), "shapes": list(shapes.values())})
+        groups.append({**same_group[0], "names": list(shapes), "shapes": list(shapes.values())})
     merged = {name: value for each in values for name, value in each["values"].items()}
     return {"type": values[0]["type"], "groups": groups, "values": merged}
 
@@ -167,7 +172,7 @@ def check_groups(
     saved: Mapping[str, Any], kind: str, groups: Sequence[Mapping[str, list[int]]], other_rank_names: Collection[str]
 ) -> None:
     """Reject the state of a different optimizer: its kind, and each group's shapes by name, must match this run's."""
-    hint = "resume with the same model, adapter and optimizer as the checkpoint"
+    hint = "resume with the same model, adapter, optimizer and param_groups as the checkpoint"
     if saved["type"] != kind:
         raise CheckpointError(f"the checkpoint has the state of {saved['type']}, this run uses {kind}; {hint}")
     if (num_saved := len(saved["groups"])) != len(groups):

@@ -90,6 +90,10 @@ class ModelArgs(Section):
     """Modules that get an adapter, as a list or joined with commas; `all` means `all-linear`, without stacked experts:
     add `experts.gate_up_proj` and `experts.down_proj` for them."""
 
+    lora_plus_ratio: Annotated[float, Field(gt=0)] | None = None
+    """LoRA+: learning rate of the B factors of the adapters as a multiple of learning_rate, such as 16. fsdp2_train
+    only."""
+
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:
         if self.master_dtype == "fp16":
@@ -110,7 +114,7 @@ class ModelArgs(Section):
             raise ValueError("lora_init has no effect with adapter_name_or_path; remove it")
         if self.starts_from_weights and self.master_dtype != "fp32":
             raise ValueError(f"lora_init {self.lora_init} needs master_dtype fp32: bf16 would round the weights")
-        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", "lora_init")
+        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", "lora_init", "lora_plus_ratio")
         if not self.has_adapter and unused:
             raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))
         return self
@@ -152,6 +156,23 @@ class ReferenceModelArgs(Section):
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt")
 
 
+class ParameterGroup(Section):
+    """Parameters with a different learning rate or weight decay, by name."""
+
+    match: Annotated[Prefixes, Field(min_length=1)]
+    lr: Annotated[float, Field(gt=0)] | None = None
+    lr_ratio: Annotated[float, Field(gt=0)] | None = None
+    weight_decay: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _validate_settings(self) -> ParameterGroup:
+        if self.lr is not None and self.lr_ratio is not None:
+            raise ValueError("lr and lr_ratio are both set; keep one")
+        if self.lr is None and self.lr_ratio is None and self.weight_decay is None:
+            raise ValueError("the group changes nothing; set lr, lr_ratio or weight_decay")
+        return self
+
+
 class TrainingArgs(Section):
     """Optimizer, learning-rate schedule and micro-batches. Batch sizes are in pairs."""
 
@@ -170,15 +191,34 @@ class TrainingArgs(Section):
     per_device_eval_batch_size: PositiveInt | None = None
     """Maximum pairs per rank and evaluation batch, within the token budget. When absent, as many as the budget allows,
     or per_device_train_batch_size with layout padded."""
-    optim: Literal["adamw", "adafactor", "muon", "rmsprop", "sgd"] = "adamw"
-    """Optimizer, torch's of this name. muon updates the matrices of layers, and AdamW the rest. Others than adamw need
-    fsdp2_train; adafactor and muon also a full copy of the model on each worker."""
+    optim: Literal[
+        "adamw",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "paged_adamw_32bit",
+        "schedule_free_adamw",
+        "adafactor",
+        "muon",
+        "rmsprop",
+        "sgd",
+    ] = "adamw"
+    """Optimizer: torch's of this name; bitsandbytes' AdamW with its state in 8 bits, or in pages that move between GPU
+    and host; schedulefree's AdamW, which averages weights and needs lr_scheduler_type constant or constant_with_warmup.
+    muon updates the matrices of layers, and AdamW the rest. Others than adamw need fsdp2_train; adafactor and muon also
+    a full copy of the model on each worker."""
     optim_args: dict[str, JsonValue] = {}
-    """Further arguments of the optimizer, such as `momentum` of sgd; not of adamw, which has the adam settings."""
+    """Further arguments of the optimizer, such as `momentum` of sgd; torch's and bitsandbytes' AdamW have the adam
+    settings instead."""
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices; norms and biases have none."""
+    param_groups: list[ParameterGroup] = []
+    """Parameters with a different learning rate or weight decay, such as `{match: embed_tokens, lr: 1e-7, weight_decay:
+    0}`. `match` is one or more whole parts of parameter names, such as `layers.1` or `lora_B`; `*` stands for any
+    characters, as in `*norm`. `lr` is the peak rate, `lr_ratio` a multiple of learning_rate; both follow the schedule.
+    `weight_decay` is for all parameters of the group, norms and biases too. A parameter is in the first group that
+    matches. fsdp2_train only."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """beta1 of AdamW."""
+    """beta1 of every AdamW, as are the next two."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """beta2 of AdamW."""
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
@@ -224,13 +264,31 @@ class TrainingArgs(Section):
         if self.non_default("lr_power") and self.lr_scheduler_type != "polynomial":
             raise ValueError("lr_power has no effect without lr_scheduler_type=polynomial")
         unread = self.non_default("adam_beta1", "adam_beta2", "adam_epsilon")
-        if unread and self.optim not in ("adamw", "muon"):
+        if unread and self.optim in ("adafactor", "rmsprop", "sgd"):
             raise ValueError(no_effect(unread, f"with optim {self.optim}; remove {{it}}, or use optim_args"))
-        if self.optim == "adamw" and self.optim_args:
-            raise ValueError("optim_args has no effect with optim adamw; use adam_beta1, adam_beta2 and adam_epsilon")
+        if self.optim_args and self.optim in ("adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
+            raise ValueError(
+                f"optim_args has no effect with optim {self.optim}; use adam_beta1, adam_beta2 and adam_epsilon"
+            )
+        if set_elsewhere := self.optim_args.keys() & {"lr", "weight_decay", "warmup_steps"}:
+            raise ValueError(
+                f"optim_args has {', '.join(sorted(set_elsewhere))}; set learning_rate, weight_decay and warmup_steps "
+                "of training_args instead"
+            )
+        if self.optim == "schedule_free_adamw":
+            self._validate_schedule_free()
         if (self.warmup_steps or self.warmup_ratio) and self.lr_scheduler_type == "constant":
             raise ValueError("lr_scheduler_type constant has no warm-up; use constant_with_warmup")
         return self
+
+    def _validate_schedule_free(self) -> None:
+        if self.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+            raise ValueError(
+                "optim schedule_free_adamw averages the weights instead of lowering the rate, and lr_scheduler_type "
+                f"is {self.lr_scheduler_type}; set it to constant, or to constant_with_warmup"
+            )
+        if self.adam_beta1 == 0:
+            raise ValueError("optim schedule_free_adamw interpolates by adam_beta1; set it above 0")
 
     def pairs_per_step(self, num_ranks: int) -> int:
         """Pairs per optimizer step over all data-parallel ranks."""
@@ -352,6 +410,8 @@ class PolicyConfig(RoleConfig):
 
     @model_validator(mode="after")
     def _validate_loss_scale(self) -> PolicyConfig:
+        if self.training_args.optim == "schedule_free_adamw" and self.model_args.master_dtype != "fp32":
+            raise ValueError("optim schedule_free_adamw needs model_args.master_dtype fp32: bf16 would round averages")
         unused = self.training_args.non_default("initial_scale_power", "loss_scale_window")
         if unused and self.model_args.dtype != "fp16":
             names = [f"training_args.{name}" for name in unused]

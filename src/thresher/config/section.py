@@ -120,7 +120,7 @@ def _suggest(path: str, known: Sequence[str]) -> str:
     all_leaves = foreign().names_of_other_trainers() | {_leaf(name): name for name in known}
     if meant := nearest(key, all_leaves):
         return f"did you mean `{all_leaves[meant]}`?"
-    return f"known keys here: {', '.join(sorted(siblings))}"
+    return f"known keys here: {', '.join(sorted(siblings))}" if siblings else "it is not a key here; remove it"
 
 
 def _leaf(path: str) -> str:
@@ -153,7 +153,10 @@ def _keys_of_named(section: type[Section] | None, path: Sequence[str]) -> list[s
 def inner_section(section: type[Section], name: str) -> type[Section] | None:
     """Return the section that a key holds, optional or not; None for a plain value or an unknown key."""
     field = section.model_fields.get(name)
-    for each in () if field is None else (field.annotation, *get_args(field.annotation)):
+    # of a list of sections, each is a value
+    for each in (
+        () if field is None or get_origin(field.annotation) is list else (field.annotation, *get_args(field.annotation))
+    ):
         if isinstance(each, type) and issubclass(each, Section):
             return each
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,6 +163,8 @@ class TrainEngine(Engine):
     adapter_disabled: Callable[[], AbstractContextManager[None]]
     # in fp16
     scaler: LossScale | None = None
+    # around a step, for an optimizer that takes gradients at other weights than those of a checkpoint
+    at_gradient: Callable[[HostBuffers | None], AbstractContextManager[None]] = lambda _: nullcontext()
     _copies: HostBuffers | None = field(default=None, init=False)
 
     def train_step(
@@ -183,43 +185,46 @@ class TrainEngine(Engine):
         whether to stop. The host waits for the device once, to read their sums.
         """
         parameters, training, dp_group = self.parameters, self.training, self.dp_group
-        try:
-            local, local_tokens, scored = self.accumulate(micro_batches, objective, num_pairs_in_step, stop_requested)
-        except StepDiscarded:
+        with self.at_gradient(self._copies):
+            try:
+                local, local_tokens, scored = self.accumulate(
+                    micro_batches, objective, num_pairs_in_step, stop_requested
+                )
+            except StepDiscarded:
+                parameters.zero_grad()
+                raise
+            parameters.reduce_gradients()
+            zeros = parameters.count_zeros() if training.log_num_zeros_in_grad else 0.0
+            if self.scaler is not None:
+                parameters.scale(1.0 / self.scaler.value)
+            own: list[Tensor | float] = [number for metric in local.values() for number in (metric.sum, metric.count)]
+            own += astuple(local_tokens)
+            if not dp_group.adds_metrics:
+                own = [0.0] * len(own)
+            # the sums are equal on every process, so all make the same decision to skip the step
+            square, num_zeros, stops, *sums = dp_group.world.sum_numbers(
+                [parameters.squared_norm(), zeros, float(stop_requested()), *own], self.device
+            )
+            grad_norm, num_metrics = math.sqrt(square), len(local)
+            metrics = {name: MetricSum(*sums[2 * at : 2 * at + 2]) for at, name in enumerate(local)}
+            if training.log_num_zeros_in_grad:
+                metrics["num_zeros_in_grad"] = MetricSum(num_zeros, 1.0)
+            if training.max_grad_norm and grad_norm > training.max_grad_norm:
+                parameters.scale(training.max_grad_norm / (grad_norm + 1e-6))
+            reason = nonfinite_reason(metrics, grad_norm)
+            if self.scaler is not None:
+                reason = self.scaler.after_step(reason)
+            nonfinite = None
+            if reason is None:
+                if self._copies is not None:
+                    self._copies.hold_changes()
+                parameters.update(learning_rate)
+            else:
+                nonfinite = NonFiniteStep(reason, {}, self.loss_scale)
+                if nonfinite.is_failure:  # an fp16 overflow is not caused by a single pair
+                    pairs = find_nonfinite_pairs(scored, dp_group, couples_pairs=objective.couples_pairs)
+                    nonfinite = replace(nonfinite, pairs=pairs)
             parameters.zero_grad()
-            raise
-        parameters.reduce_gradients()
-        zeros = parameters.count_zeros() if training.log_num_zeros_in_grad else 0.0
-        if self.scaler is not None:
-            parameters.scale(1.0 / self.scaler.value)
-        own: list[Tensor | float] = [number for metric in local.values() for number in (metric.sum, metric.count)]
-        own += astuple(local_tokens)
-        if not dp_group.adds_metrics:
-            own = [0.0] * len(own)
-        # the sums are equal on every process, so all make the same decision to skip the step
-        square, num_zeros, stops, *sums = dp_group.world.sum_numbers(
-            [parameters.squared_norm(), zeros, float(stop_requested()), *own], self.device
-        )
-        grad_norm, num_metrics = math.sqrt(square), len(local)
-        metrics = {name: MetricSum(*sums[2 * at : 2 * at + 2]) for at, name in enumerate(local)}
-        if training.log_num_zeros_in_grad:
-            metrics["num_zeros_in_grad"] = MetricSum(num_zeros, 1.0)
-        if training.max_grad_norm and grad_norm > training.max_grad_norm:
-            parameters.scale(training.max_grad_norm / (grad_norm + 1e-6))
-        reason = nonfinite_reason(metrics, grad_norm)
-        if self.scaler is not None:
-            reason = self.scaler.after_step(reason)
-        nonfinite = None
-        if reason is None:
-            if self._copies is not None:
-                self._copies.hold_changes()
-            parameters.update(learning_rate)
-        else:
-            nonfinite = NonFiniteStep(reason, {}, self.loss_scale)
-            if nonfinite.is_failure:  # an fp16 overflow is not caused by a single pair
-                pairs = find_nonfinite_pairs(scored, dp_group, couples_pairs=objective.couples_pairs)
-                nonfinite = replace(nonfinite, pairs=pairs)
-        parameters.zero_grad()
         tokens = TokenCounts(*map(int, sums[2 * num_metrics :]))
         return StepOutcome(metrics, grad_norm, tokens, nonfinite, stop_requested=stops > 0)
 

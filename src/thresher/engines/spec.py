@@ -93,12 +93,23 @@ class ModelSpec(Generic[Settings]):
         return self.is_policy and bool(self.model_args.moe_aux_loss_coef)
 
     def require_adamw(self, engine: str) -> None:
-        """Reject another optimizer of a policy, for an engine that has none."""
-        if self.is_policy and self.training.optim != "adamw":
+        """Reject another optimizer of a policy, and parameter groups, for an engine that has none."""
+        if not self.is_policy:
+            return
+        if self.training.optim != "adamw":
             raise UserError(
                 f"{self.section}.training_args.optim {self.training.optim} is not supported by {engine}; use "
                 "fsdp2_train, or optim=adamw"
             )
+        for name, value in (
+            ("training_args.param_groups", self.training.param_groups),
+            ("model_args.lora_plus_ratio", self.model_args.lora_plus_ratio),
+        ):
+            if value:
+                raise UserError(
+                    f"{self.section}.{name} is not supported by {engine}, which has one learning rate; use "
+                    "fsdp2_train, or remove it"
+                )
 
     def load(self) -> PreTrainedModel:
         return load_model(self.path, **self._load_settings)

@@ -91,6 +91,21 @@ def _set_linear(_: Any, run: Translation) -> None:
         run.ignore("LoRA is off")
 
 
+def _set_rates(value: Any, run: Translation) -> None:
+    # names of modules are found anywhere in a parameter's name
+    groups = [{"match": [f"*{name}*" for name in group["modules"]], "lr": group["lr"]} for group in value]
+    run.set(f"{TRAINING}param_groups", [*groups, *(run.value(f"{TRAINING}param_groups") or [])])
+
+
+def _set_embedding_rate(value: Any, run: Translation) -> None:
+    name = "lr" if run.entries[-1].key == "embedding_lr" else "lr_ratio"
+    if name == "lr_ratio" and run.get("embedding_lr"):
+        return run.ignore("embedding_lr is set")
+    group = {"match": ["embed_tokens", "lm_head"], name: value}
+    run.set(f"{TRAINING}param_groups", [*(run.value(f"{TRAINING}param_groups") or []), group])
+    return run.note("if embedding and head are tied, remove lm_head from the group")
+
+
 def _set_special_tokens(value: Any, run: Translation) -> None:
     tokens = {name: token for name, token in value.items() if token is not None}
     if pad := tokens.pop("pad_token", None):
@@ -182,7 +197,7 @@ _OWN: r.Table = {
     **r.kept(TRAINING, "gradient_accumulation_steps"),
     "eval_batch_size": r.to(f"{TRAINING}per_device_eval_batch_size"),
     "num_epochs": r.to("num_train_epochs"),
-    "optimizer": r.by(set_optimizer, f"{TRAINING}optim", note=r.ONE_OPTIMIZER),
+    "optimizer": r.by(set_optimizer, f"{TRAINING}optim", note=r.OTHER_OPTIMIZER),
     "lr_scheduler": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "cosine_min_lr_ratio": r.by(_set_min_ratio, f"{TRAINING}lr_scheduler_type", f"{TRAINING}min_lr_ratio"),
     **dict.fromkeys(("bf16", "bfloat16"), r.by(_set_precision, f"{MODEL}dtype", f"{MODEL}master_dtype")),
@@ -208,7 +223,12 @@ _OWN: r.Table = {
     **{f"{what}_steps": r.converted(f"{what}_steps", int) for what in ("eval", "save")},
     **{f"{what}s_per_epoch": _times_per_epoch(f"{what}_strategy") for what in ("eval", "save")},
     "early_stopping_patience": r.lacks("a run ends after max_steps or num_train_epochs"),
-    **r.lack(r.ONE_RATE, "embedding_lr embedding_lr_scale lr_groups loraplus_lr_ratio"),
+    "loraplus_lr_ratio": r.lora_plus(_is_lora),
+    "lr_groups": r.by(_set_rates, f"{TRAINING}param_groups", off="one learning rate"),
+    **dict.fromkeys(
+        ("embedding_lr", "embedding_lr_scale"),
+        r.by(_set_embedding_rate, f"{TRAINING}param_groups", off="one learning rate"),
+    ),
     "unfrozen_parameters": r.lacks(r.FROZEN),
     "dataset_exact_deduplication": r.lacks("repeated pairs are reported and kept; remove them from the file"),
     "shuffle_merged_datasets": r.lacks(r.SHUFFLED, True),
@@ -226,7 +246,7 @@ _OWN: r.Table = {
         "peft_trainable_token_indices",
     ),
     "lora_target_parameters": r.lacks("name them in lora_target, with the modules"),
-    **r.lack(r.ONE_OPTIMIZER, "adam_beta3 adam_epsilon2 jagged_restart_steps lisa_n_layers"),
+    **r.lack(r.OTHER_OPTIMIZER, "adam_beta3 adam_epsilon2 jagged_restart_steps lisa_n_layers"),
     **r.lack("there is no such schedule", "cosine_constant_lr_ratio lr_quadratic_warmup lr_div_factor"),
     **r.lack(r.OTHER_METHOD, "process_reward_model use_eaft trainer_cls"),
     **r.lack("the rows of a file cannot be chosen", "dataset_shard_num min_sample_len curriculum_sampling"),

@@ -11,8 +11,12 @@ from thresher.importers.translation import DATA, MODEL, TRAINING, Rule, Translat
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"}
-_LOW_PRECISION_ADAMW = {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"}
-_PAGED_ADAMW = {"paged_adamw", "paged_adamw_32bit"}
+_BITSANDBYTES = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit"), "adamw_8bit"),
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged_adamw_32bit"),
+}
+_SCHEDULE_FREE = "schedule_free_adamw"
 _BEST = ("loss", "rewards/accuracies", "rewards/margins")
 
 
@@ -20,21 +24,31 @@ def set_optimizer(value: Any, run: Translation) -> None:
     name = str(value).lower()
     if name in ADAMW:
         run.ignore("AdamW is the optimizer here")
-    elif name in _PAGED_ADAMW:
-        run.drop("AdamW without paging is used, with the same numbers")
-    elif name in _LOW_PRECISION_ADAMW:
-        run.differs("AdamW is used, with its state in fp32 instead of 8 bits")
-    elif name in ("rmsprop", "sgd"):
+    elif name in _BITSANDBYTES and run.get("deepspeed"):
+        run.differs("AdamW is used, with its state in fp32: DeepSpeed has no other optimizer here")
+    elif name in _BITSANDBYTES:
+        run.set(f"{TRAINING}optim", _BITSANDBYTES[name])
+        if name.startswith("adamw_torch"):
+            run.differs("bitsandbytes' 8-bit AdamW is used instead of torchao's")
+        elif "8bit" in name:
+            run.differs("embeddings have their state in 8 bits too")
+    elif name in ("rmsprop", "sgd", _SCHEDULE_FREE):
         run.set(f"{TRAINING}optim", name)
     elif name in ("adafactor", "muon"):
         run.set(f"{TRAINING}optim", name)
         run.differs(f"torch's {name} is used, with its defaults")
     else:
-        run.lacks(r.ONE_OPTIMIZER)
+        run.lacks(r.OTHER_OPTIMIZER)
 
 
 def set_schedule(value: Any, run: Translation) -> None:
     """Read a schedule; min_lr and power are in `lr_scheduler_kwargs`."""
+    if _SCHEDULE_FREE in (run.get("optim"), run.get("optimizer")):
+        warms_up = value != "constant" and (run.get("warmup_steps") or run.get("warmup_ratio"))
+        run.set(f"{TRAINING}lr_scheduler_type", "constant_with_warmup" if warms_up else "constant")
+        if value not in ("constant", "constant_with_warmup"):
+            run.differs("the rate of a schedule-free optimizer stays at its peak")
+        return
     if value == "cosine_with_restarts":
         run.set(f"{TRAINING}lr_scheduler_type", "cosine")
         run.note("one cycle")
@@ -187,7 +201,7 @@ TABLE: r.Table = {
     "lr_scheduler_type": r.by(set_schedule, f"{TRAINING}lr_scheduler_type"),
     "lr_scheduler_kwargs": r.by(set_schedule_arguments, f"{TRAINING}min_lr_ratio", f"{TRAINING}lr_power"),
     "warmup_steps": r.by(set_warmup_steps, f"{TRAINING}warmup_steps", f"{TRAINING}warmup_ratio"),
-    "optim": r.by(set_optimizer, f"{TRAINING}optim", note=r.ONE_OPTIMIZER),
+    "optim": r.by(set_optimizer, f"{TRAINING}optim", note=r.OTHER_OPTIMIZER),
     "bf16": r.by(set_bf16, f"{MODEL}dtype"),
     "fp16": r.by(set_fp16, f"{MODEL}dtype"),
     "run_name": r.to("exp_name"),
@@ -210,7 +224,7 @@ TABLE: r.Table = {
     "neftune_noise_alpha": r.lacks("noise on embeddings is not supported"),
     "train_sampling_strategy": r.lacks(r.SHUFFLED, "random"),
     "group_by_length": r.lacks(f"{r.SHUFFLED}; micro-batches are balanced by length"),
-    **r.lack("AdamW is the only optimizer, with betas, epsilon and weight decay", "optim_target_modules optim_args"),
+    **r.lack("set actor_train.training_args.optim_args or param_groups", "optim_target_modules optim_args"),
     **r.drop("an incomplete last batch is trained on", "dataloader_drop_last"),
     "push_to_hub": Rule(
         note="a run uploads nothing; `thresher export` writes the model, and DPOTrainer.push_to_hub uploads it"

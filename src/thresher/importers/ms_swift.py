@@ -140,7 +140,7 @@ _OWN: r.Table = {
     "target_regex": r.lacks("adapters are on named modules"),
     "init_weights": r.LORA_INIT,
     "lora_bias": r.lacks("biases are not trained", "none"),
-    "lorap_lr_ratio": r.lacks(r.ONE_RATE),
+    "lorap_lr_ratio": r.lora_plus(_is_lora),
     **r.lack(r.QUANTIZED, "quant_method quant_bits"),
     "torch_dtype": r.by(
         huggingface.set_weight_dtype(lambda run: not _is_lora(run) and not _is_megatron(run.source)), f"{MODEL}dtype"
@@ -169,11 +169,11 @@ _OWN: r.Table = {
     "rope_scaling": r.lacks("set rope_scaling in the model's config.json"),
     "new_special_tokens": r.lacks(r.VOCABULARY),
     "sequence_parallel_size": r.size("cp_size"),
-    "optimizer": r.lacks(r.ONE_OPTIMIZER, "adam"),
+    "optimizer": r.lacks(r.OTHER_OPTIMIZER, "adam", "lorap"),
     "freeze_parameters": r.to(f"{MODEL}freeze_module_prefix"),
     **r.lack(r.FROZEN, {"freeze_llm": None, "freeze_parameters_regex": None, "freeze_parameters_ratio": 0.0}),
     **r.lack(r.FROZEN, "trainable_parameters trainable_parameters_regex"),
-    "use_galore": r.lacks(r.ONE_OPTIMIZER),
+    "use_galore": r.lacks(r.OTHER_OPTIMIZER),
     "lisa_activated_layers": r.lacks("all layers are trained", 0),
     # megatron rlhf
     "lr": r.to(f"{TRAINING}learning_rate"),

@@ -176,8 +176,8 @@ TABLE: r.Table = {
     "policy.dtensor_cfg.cpu_offload": r.to(f"{ENGINE}cpu_offload"),
     **{f"policy.dtensor_cfg.{theirs}": r.size(ours) for theirs, ours in _SIZES.items()},
     "policy.optimizer.name": r.by(
-        lambda value, run: run.ignore("AdamW") if "AdamW" in str(value) else run.lacks(r.ONE_OPTIMIZER),
-        note=r.ONE_OPTIMIZER,
+        lambda value, run: run.ignore("AdamW") if "AdamW" in str(value) else run.lacks(r.OTHER_OPTIMIZER),
+        note=r.OTHER_OPTIMIZER,
     ),
     "policy.optimizer.kwargs.lr": r.to(f"{TRAINING}learning_rate"),
     "policy.optimizer.kwargs.weight_decay": r.to(f"{TRAINING}weight_decay"),

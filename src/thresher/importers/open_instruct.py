@@ -135,7 +135,7 @@ TABLE: r.Table = {
     **r.kept("tracker_kwargs.", "wandb_project wandb_entity"),
     "wandb_project_name": r.to("tracker_kwargs.wandb_project"),
     **r.lack(
-        "AdamW in fp32 is the only optimizer",
+        "AdamW in fp32 is the optimizer",
         {"use_8bit_optimizer": False, "optimizer_type": "adamw", "optimizer_kwargs": {}},
     ),
     **r.lack("the model's config cannot be changed", "additional_model_arguments config_name rope_scaling_factor"),

@@ -30,8 +30,10 @@ DORA = "DoRA is not supported; plain LoRA is used"
 TRAINED_MODULES = "modules besides the LoRA adapters cannot be trained"
 FROZEN = "parameters are frozen by name prefix only; set freeze_module_prefix"
 OTHER_METHOD = "this is not preference training"
-ONE_OPTIMIZER = "the optimizers are adamw, adafactor, muon, rmsprop and sgd"
-ONE_RATE = "all parameters have one learning rate"
+OTHER_OPTIMIZER = (
+    "the optimizers are adamw, adamw_8bit, paged_adamw_8bit, paged_adamw_32bit, schedule_free_adamw, adafactor, muon, "
+    "rmsprop and sgd"
+)
 SHUFFLED = "pairs are shuffled every epoch"
 VOCABULARY = "the tokenizer's vocabulary cannot be changed"
 OTHER_CHECKPOINT = "checkpoints of another trainer cannot be resumed; give the model as `pretrain`"
@@ -314,6 +316,11 @@ def lora_rules(
     if parameters:
         rules[parameters] = part_of(targets, f"{MODEL}lora_target")
     return rules | ({rslora: part_of(alpha, f"{MODEL}lora_alpha")} if rslora else {})
+
+
+def lora_plus(is_lora: Callable[[Translation], Any]) -> Rule:
+    """Copy LoRA+'s ratio of learning rates."""
+    return only_if(is_lora, f"{MODEL}lora_plus_ratio", "LoRA is off")
 
 
 def lora_targets(value: Any, run: Translation) -> list[str]:

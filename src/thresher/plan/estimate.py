@@ -20,7 +20,7 @@ from thresher.data.batching.plan import Plan, make_plan
 from thresher.distributed.mesh import ParallelDims
 from thresher.engines.native.check import check_axes, why_not_sequence_parallel
 from thresher.engines.native.declaration import FSDP2Settings
-from thresher.engines.native.optimizers import state_tensors
+from thresher.engines.native.optimizers.registry import state_bytes
 from thresher.errors import UserError
 from thresher.models.router import num_experts, splits_experts
 from thresher.plan.step import (
@@ -217,8 +217,9 @@ class Estimate:
     @property
     def checkpoint_bytes(self) -> float:
         """Weights and optimizer state of the trained shards of a process; one of the replicas writes them."""
-        tensors = 1 + state_tensors(self.process.training)
-        return tensors * self.process.stored * max(process.shards.trained for process in self.processes.values())
+        stored = self.process.stored
+        per_element = stored + state_bytes(self.process.training, stored)
+        return per_element * max(process.shards.trained for process in self.processes.values())
 
     @property
     def loaded_bytes_per_node(self) -> float:

@@ -14,7 +14,7 @@ from typing import Literal
 from thresher.builders.hardware import COMPUTE_RATES, MEMORY_RATE, Compiled, Hardware
 from thresher.builders.memory import Process
 from thresher.distributed.mesh import ParallelDims
-from thresher.engines.native.optimizers import state_tensors
+from thresher.engines.native.optimizers.registry import state_bytes
 from thresher.models.optimizations.recompute import Recompute
 from thresher.plan.workload import Rows
 
@@ -203,9 +203,9 @@ def step_time(
     gpu, dims = cluster.gpu, process.dims
     flops = flops or step_flops(process, rows, mismatched)
     compute = process.slowest * flops.total / (COMPUTE_RATES[compiled] * gpu.peak_flops)
-    trained = process.stored * process.shards.trained
     # the optimizer reads weights, gradients and its state, and writes all but the gradients
-    optimizer = (3 + 2 * state_tensors(process.training)) * trained / (MEMORY_RATE * gpu.memory_bandwidth)
+    moved = (3 * process.stored + 2 * state_bytes(process.training, process.stored)) * process.shards.trained
+    optimizer = moved / (MEMORY_RATE * gpu.memory_bandwidth)
     sent = wire_bytes(process, rows, micro_batches, mismatched)
     seconds = {mesh_dim: cluster.seconds(mesh_dim, dims, size) for mesh_dim, size in sent.items()}
     # ZeRO-1 gathers in the first forward of a step, and reduces in the last backward

@@ -117,6 +117,7 @@ class Case:
     counts_zeros: bool = False
     initial_loss_scale: float = 2.0**16
     optim: str = "adamw"
+    param_groups: tuple[tuple[str, float], ...] = ()  # names and ratios of learning rates
     lora_rank: int | None = None
     lora_target: tuple[str, ...] = ("all-linear",)
     engine: TestedEngine | None = None  # None: the native one
@@ -177,7 +178,9 @@ class Case:
             optim=self.optim,
             # near-zero gradients would be divided by their own rounding
             optim_args={"eps": 1e-5} if self.optim == "rmsprop" else {},
-            **({"adam_epsilon": 1e-5} if self.optim in ("adamw", "muon") else {}),
+            **({} if self.optim in ("rmsprop", "sgd", "adafactor") else {"adam_epsilon": 1e-5}),
+            **({"lr_scheduler_type": "constant"} if self.optim == "schedule_free_adamw" else {}),
+            param_groups=[{"match": match, "lr_ratio": ratio} for match, ratio in self.param_groups],
             max_grad_norm=self.max_grad_norm,
             log_num_zeros_in_grad=self.counts_zeros,
             initial_scale_power=int(math.log2(self.initial_loss_scale)),

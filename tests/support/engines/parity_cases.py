@@ -270,6 +270,22 @@ AGAINST_ONE_PROCESS = [
             (ParallelDims(tp=2), "rmsprop"),
             (ParallelDims(dp_replicate=2), "muon"),
             (ParallelDims(dp_replicate=2), "adafactor"),
+            (ParallelDims(dp_shard=2), "schedule_free_adamw"),
+            (ParallelDims(tp=2), "schedule_free_adamw"),
+        )
+    ),
+    *(
+        Case(
+            sizes,
+            family=family,
+            param_groups=(("embed_tokens", 0.1), ("layers.1", 3.0), ("*experts", 2.0)),
+            also=also,
+        )
+        for sizes, family, also in (
+            (ParallelDims(dp_shard=2), "llama", "parameter groups"),
+            (ParallelDims(tp=2), "llama", "parameter groups"),
+            (EP, "qwen3_moe", "parameter groups"),
+            (ParallelDims(pp=2), "qwen2", "parameter groups, a tied embedding"),
         )
     ),
     Case(ParallelDims(dp_shard=2), nonfinite_pair=0, also="a step skipped for a non-finite loss"),

@@ -23,6 +23,7 @@ from thresher.config.roles import TrainingArgs
 from thresher.data.batching.batches import CostModel, MicroBatching, ScoringBatching
 from thresher.data.batching.plan import Plan
 from thresher.distributed.mesh import ParallelDims
+from thresher.distributed.tensors import local_slices
 from thresher.engines.engine import TrainEngine
 from thresher.engines.native.build import train_engine
 from thresher.engines.native.declaration import FSDP2Settings
@@ -52,6 +53,7 @@ class Run:
     saves_at: tuple[int, ...] = ()
     is_subset: bool = False
     zero_stage: int = 3
+    optim: str = "adamw"
     config: dict[str, Any] = field(default_factory=dict)
     trained: TrainedParts = field(default_factory=TrainedParts)
 
@@ -109,8 +111,27 @@ def train(run: Run) -> Result:
 
 
 def build_policy(run: Run) -> Any:
-    optimizer = TrainingArgs(learning_rate=parity.LEARNING_RATE, weight_decay=0.1, adam_epsilon=1e-5)
+    optimizer = TrainingArgs(
+        learning_rate=parity.LEARNING_RATE,
+        weight_decay=0.1,
+        optim=run.optim,
+        **({} if run.optim in ("rmsprop", "sgd") else {"adam_epsilon": 1e-5}),
+        lr_scheduler_type="constant",
+    )
     return (run.engine or NativeEngine()).policy_for_saving(run, optimizer)
+
+
+def steps_on_given_gradients(run: Run) -> dict[str, Tensor]:
+    """Update on this rank's slices of random gradients; return the full weights."""
+    policy = build_policy(run)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(NUM_STEPS):
+        with policy.at_gradient(None):
+            for parameter in policy.parameters.by_name.values():
+                gradient = torch.randn(parameter.shape, generator=draw)
+                policy.parameters.shards[parameter].grad = gradient[local_slices(parameter)].clone()
+            policy.parameters.update(parity.LEARNING_RATE)
+    return gathered(policy.weights())
 
 
 def loss_scales_of_a_resume(case: parity.Case, model: Path, directory: Path) -> tuple[dict[str, float], ...]:
@@ -178,7 +199,9 @@ def moments_of(policy: TrainEngine) -> dict[str, Tensor]:
     for name, parameter in policy.parameters.by_name.items():
         shard = policy.parameters.shards[parameter]
         for key, value in policy.parameters.optimizer.state[shard].items():
-            if isinstance(parameter, DTensor) and value.ndim:
+            if not isinstance(value, Tensor):
+                continue
+            if isinstance(parameter, DTensor) and value.shape == shard.shape:
                 value = DTensor.from_local(
                     value,
                     parameter.device_mesh,

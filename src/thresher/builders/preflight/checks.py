@@ -29,7 +29,7 @@ from thresher.config import DPOConfig
 from thresher.data.prepare.blocks import find_template
 from thresher.data.store.joined import join
 from thresher.data.tokenization.chat_template import eos_token
-from thresher.engines.native.optimizers import state_tensors
+from thresher.engines.native.optimizers.registry import state_bytes
 from thresher.errors import UserError
 from thresher.models.layouts import VARLEN, PaddedLayout, vocab_size_of
 from thresher.models.loading.load import DTYPES, load_tokenizer, max_positions
@@ -253,9 +253,10 @@ def check_disk_space(inputs: RunInputs) -> Messages:
 def checkpoint_size(inputs: RunInputs) -> int:
     """Estimate the bytes of a checkpoint: trained weights and optimizer state, and a reference that moves."""
     total, trained = inputs.num_parameters
-    num_values = int((1 + state_tensors(inputs.config.actor_train.training_args)) * trained)
-    num_values += total if inputs.config.reference.sync_steps is not None else 0
-    return num_values * DTYPES[inputs.config.actor_train.model_args.master_dtype].itemsize
+    policy = inputs.config.actor_train
+    stored = DTYPES[policy.model_args.master_dtype].itemsize
+    synced = total if inputs.config.reference.sync_steps is not None else 0
+    return int((stored + state_bytes(policy.training_args, stored)) * trained + stored * synced)
 
 
 INPUTS = (

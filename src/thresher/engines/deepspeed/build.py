@@ -31,8 +31,8 @@ from thresher.engines.deepspeed.parameters import (
 )
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.build import build_replica
-from thresher.engines.native.optimizers import adamw_options
-from thresher.engines.native.parameters import parameter_groups
+from thresher.engines.native.optimizers.groups import parameter_groups
+from thresher.engines.native.optimizers.registry import adamw_options
 from thresher.engines.native.sequential import SequentialExecutor, with_balance
 from thresher.engines.nonfinite import LossScale
 from thresher.engines.spec import ModelSpec, seed_dropout
@@ -57,7 +57,7 @@ def build_train(spec: ModelSpec[ZeroSettings]) -> TrainEngine:
     seed_dropout(spec.seed, spec.world.rank)
     # a partitioned parameter has lost its shape
     num_dims = {parameter: len(shapes[name]) for name, parameter in trained.items()}
-    groups = parameter_groups(num_dims, training.weight_decay, num_dims.__getitem__)
+    groups = parameter_groups(trained, training, num_dims=num_dims.__getitem__)
     optimizer = PartitionedAdamW(groups, **adamw_options(training))
     engine, *_ = deepspeed.initialize(
         model=base_model(module),

@@ -83,7 +83,7 @@ def train_engine(
 ) -> TrainEngine:
     """The engine of a policy that is loaded."""
     model = with_balance(_pair_model(module, layout, compute_dtype, parallel), model_args, parallel.dp_group)
-    parameters = LocalParameters(module, model.base_model, parallel, training)
+    parameters = LocalParameters(module, model.base_model, parallel, training, model_args)
     if compilation is not None:
         compilation.apply(model.backbone)
     return TrainEngine(
@@ -97,6 +97,7 @@ def train_engine(
         training=training,
         adapter_disabled=partial(adapter_disabled, module),
         scaler=LossScale.of(training, compute_dtype),
+        at_gradient=parameters.at_gradient,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from transformers import PreTrainedConfig
 
 from thresher.engines.native.build import axis_sizes
 from thresher.engines.native.declaration import FSDP2Settings
-from thresher.engines.native.optimizers import OPTIMIZERS, build_optimizer
+from thresher.engines.native.fsdp import sharded_dim
+from thresher.engines.native.optimizers.blocks import BLOCK, SMALLEST, blocks_of_shard
+from thresher.engines.native.optimizers.groups import check_groups_match, group_rules
+from thresher.engines.native.optimizers.registry import OPTIMIZERS, Shards, build_optimizer
 from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.branching_state import splits_over
@@ -73,10 +76,11 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
 def _check_optimizer(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> None:
     training, parameter = spec.training, nn.Parameter(torch.zeros(2, 2))
     try:
-        build_optimizer([{"params": [parameter]}], training, [parameter])
+        build_optimizer([{"params": [parameter]}], training, Shards([parameter], {parameter: parameter.numel()}))
     except (TypeError, ValueError) as error:
-        raise UserError(f"{spec.section}.training_args.optim_args: torch's {training.optim} says: {error}") from error
-    if not OPTIMIZERS[training.optim].is_elementwise and not is_replicated:
+        raise UserError(f"{spec.section}.training_args.optim_args: {training.optim} says: {error}") from error
+    kind = OPTIMIZERS[training.optim]
+    if not kind.is_elementwise and not is_replicated:
         raise UserError(
             f"{spec.section}.training_args.optim {training.optim} needs whole matrices, which workers that split the "
             f"model do not have; set {spec.section}.strategy_args.strategy_config.dp_replicate to the number of "
@@ -87,6 +91,37 @@ def _check_optimizer(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> 
             f"{spec.section}.training_args.optim muon is not meant for the factors of LoRA adapters; use optim=adamw, "
             "or train all weights"
         )
+    is_split = kind.is_blockwise and not is_replicated
+    if not is_split and not group_rules(training, spec.model_args):
+        return
+    module = spec.trained.apply(spec.empty())
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    check_groups_match(training, spec.model_args, trained)
+    if is_split:
+        _check_blocks(spec, trained)
+
+
+def _check_blocks(spec: ModelSpec[FSDP2Settings], trained: Mapping[str, nn.Parameter]) -> None:
+    """Reject shards that cut the blocks of an 8-bit state, which would then depend on the mesh."""
+    sizes, optim = axis_sizes(spec.settings, spec.world.size), spec.training.optim
+    for name in ("tp", "ep"):
+        if getattr(sizes, name) > 1:
+            raise UserError(
+                f"{spec.section}: optim {optim} has its state in blocks of {BLOCK} elements, and {name}_size "
+                f"{getattr(sizes, name)} cuts matrices in other places; remove {name}_size, or use optim=adamw"
+            )
+    for name, parameter in trained.items():
+        dim = sharded_dim(parameter, sizes.fsdp_size)
+        if parameter.numel() < SMALLEST or parameter.shape[dim] == 1:
+            continue
+        first = [slice(0, size) for size in parameter.shape]
+        first[dim] = slice(0, -(-parameter.shape[dim] // sizes.fsdp_size))
+        if blocks_of_shard(parameter.shape, first) is None:
+            raise UserError(
+                f"{spec.section}: optim {optim} has its state in blocks of {BLOCK} elements, and {sizes.fsdp_size} "
+                f"shards of {name}, {list(parameter.shape)}, do not consist of whole blocks; use another number of "
+                "workers, dp_replicate, or optim=adamw"
+            )
 
 
 def why_not_sequence_parallel(model_config: PreTrainedConfig, layout: Layout, *, has_lora: bool) -> str | None:

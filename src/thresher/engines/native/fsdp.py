@@ -103,14 +103,18 @@ def _on(mesh: DeviceMesh) -> dict[str, Any]:
     return {"mesh": mesh, "shard_placement_fn": partial(_placement, mesh)}
 
 
-def _placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
+def _placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
+    return Shard(sharded_dim(parameter, mesh.size(-1)))
+
+
+def sharded_dim(parameter: nn.Parameter, shards: int) -> int:
     """Shard stacked experts by their columns if there are not as many experts for each process.
 
     Not by rows: those of gate and up are stored apart, and joined when they are read.
     """
-    shards, shape = mesh.size(-1), to_local(parameter).shape
+    shape = to_local(parameter).shape
     by_columns = is_stacked(parameter) and shape[0] % shards and not shape[-1] % shards
-    return Shard(len(shape) - 1) if by_columns else None
+    return len(shape) - 1 if by_columns else 0
 
 
 @dataclass(frozen=True)

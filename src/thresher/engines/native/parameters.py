@@ -16,7 +16,8 @@ Files record the slice of each shard, not the mesh, so any number of processes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,30 +27,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.state import STEM, State, join_values, load_optimizer_state, load_weights, optimizer_state
-from thresher.checkpoint.tensor_files import LocalShards, Shape, Shard, ShardedReader, Slices, shards_to_write
-from thresher.config.roles import TrainingArgs
+from thresher.checkpoint.tensor_files import (
+    LocalShards,
+    Shape,
+    Shard,
+    ShardedReader,
+    Slices,
+    TensorShard,
+    shards_to_write,
+)
+from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.distributed.groups import all_reduce_bucketed
 from thresher.distributed.tensors import local_slices, to_local
-from thresher.engines.native.optimizers import build_optimizer
+from thresher.engines.native.optimizers.blocks import blocks_of_shard, num_blocks
+from thresher.engines.native.optimizers.groups import group_rules, parameter_groups
+from thresher.engines.native.optimizers.registry import OPTIMIZERS, Shards, build_optimizer
 from thresher.engines.native.parallelize import ParallelContext
 from thresher.engines.policy_files import OPTIMIZER, RESUME_HINT
 from thresher.losses.pairs import to_fp64
 from thresher.models.pipeline_chunk import decoder_of
-
-
-def parameter_groups(
-    parameters: Iterable[nn.Parameter],
-    weight_decay: float,
-    # of the whole parameter, for shards that have lost its shape
-    num_dims: Callable[[nn.Parameter], int] = lambda parameter: parameter.ndim,
-) -> list[dict[str, Any]]:
-    """Two groups, even if one is empty: every process has the same groups, for any sharding."""
-    parameters = list(parameters)
-    # norms and biases are not decayed, as is usual
-    decayed = [p for p in parameters if num_dims(p) >= 2]
-    others = [p for p in parameters if num_dims(p) < 2]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def squared_norm(gradients: Sequence[Tensor], factor: float = 1.0) -> Tensor | float:
@@ -66,17 +64,27 @@ class LocalParameters:
     """The trained parameters by name, and this process's shard of each as a plain tensor."""
 
     def __init__(
-        self, model: nn.Module, base_model: PreTrainedModel, parallel: ParallelContext, training: TrainingArgs
+        self,
+        model: nn.Module,
+        base_model: PreTrainedModel,
+        parallel: ParallelContext,
+        training: TrainingArgs,
+        model_args: ModelArgs = ModelArgs(),  # noqa: B008  # frozen
     ):
         self.parallel = parallel
         self.by_name = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # parameter -> shard, which shares its memory; the parameter itself if it is not a DTensor
         self.shards = {p: nn.Parameter(p.to_local()) if isinstance(p, DTensor) else p for p in self.by_name.values()}
         layers = nn.ModuleList(getattr(decoder_of(base_model), "layers", ()))
+        named = {name: self.shards[parameter] for name, parameter in self.by_name.items()}
+        self.kind = OPTIMIZERS[training.optim]
         self.optimizer = build_optimizer(
-            parameter_groups(self.shards.values(), training.weight_decay),
+            parameter_groups(named, training, group_rules(training, model_args)),
             training,
-            [self.shards[parameter] for parameter in layers.parameters() if parameter in self.shards],
+            Shards(
+                [self.shards[parameter] for parameter in layers.parameters() if parameter in self.shards],
+                {shard: parameter.numel() for parameter, shard in self.shards.items()},
+            ),
         )
         trained = [(name, p) for name, p in base_model.named_parameters() if p in self.shards]
         self._partial_over_tp = [p for name, p in trained if name in parallel.partial_grad_params]
@@ -122,7 +130,7 @@ class LocalParameters:
 
     def update(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_ratio"]
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -131,6 +139,29 @@ class LocalParameters:
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach() for name, p in self.by_name.items()}
+
+    @contextmanager
+    def at_gradient(self, copies: HostBuffers | None) -> Iterator[None]:
+        """Within a step, have the weights at which a schedule-free optimizer takes gradients; else, their average.
+
+        So evaluation, samples, checkpoints and a synced reference see the average, and how often changes no step.
+        """
+        if not self.kind.averages:
+            yield
+            return
+        if copies is not None:
+            copies.hold_changes()
+        optimizer: Any = self.optimizer
+        shards = list(self.shards.values())
+        averages, num_steps = [shard.detach().clone() for shard in shards], optimizer.param_groups[0]["k"]
+        optimizer.train()
+        try:
+            yield
+        finally:
+            optimizer.eval()
+            if optimizer.param_groups[0]["k"] == num_steps:  # a step that was skipped changes no bit
+                for shard, average in zip(shards, averages, strict=True):
+                    shard.detach().copy_(average)
 
 
 def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -150,9 +181,15 @@ class LocalCheckpoint:
     def optimizer_shards(self) -> tuple[dict[str, Shard], dict[str, Any] | None]:
         parameters, owns = self.parameters.by_name, self.parameters.owns
         state = optimizer_state(self.parameters.optimizer, self.parameters.shard_names, parameters)
+        scales = {name: tensor for name, tensor in state.tensors.items() if _is_of_blocks(name)}
+        others = {name: tensor for name, tensor in state.tensors.items() if name not in scales}
         # moments are sharded like their parameter; a step count, or a sum of rows, is whole on every process
-        sharded_like = {name: self._like(name, tensor) for name, tensor in state.tensors.items()}
-        shards: dict[str, Shard] = dict(shards_to_write(state.tensors, sharded_like, owns))
+        sharded_like = {name: self._like(name, tensor) for name, tensor in others.items()}
+        shards: dict[str, Shard] = dict(shards_to_write(others, sharded_like, owns))
+        for name, tensor in scales.items():
+            parameter = parameters[_parameter_of(name)]
+            if owns(parameter) and tensor.numel():
+                shards[name] = TensorShard(tensor, (num_blocks(parameter.numel()),), (_blocks_of(parameter).start,))
         # optimizer.json needs the non-tensor state of every pipeline stage once: from the owner of replicated tensors
         is_owner = owns(torch.zeros(()))
         gathered = self.parameters.parallel.dp_group.world.gather_object(state.values if is_owner else None)
@@ -162,7 +199,8 @@ class LocalCheckpoint:
 
     def _like(self, name: str, state: Tensor) -> Tensor:
         parameter = self.parameters.by_name[_parameter_of(name)]
-        return parameter if to_local(parameter).shape == state.shape else state
+        is_whole = name.startswith("qmap") or to_local(parameter).shape != state.shape
+        return state if is_whole else parameter
 
     def load(self, directory: Path, values: dict[str, Any]) -> None:
         parameters = self.parameters.by_name
@@ -171,13 +209,27 @@ class LocalCheckpoint:
 
         def slices_of(name: str, shape: Shape) -> Slices:
             parameter = parameters[_parameter_of(name)]
+            if _is_of_blocks(name):
+                return (_blocks_of(parameter),)
             return local_slices(parameter) if parameter.shape == shape else tuple(slice(0, size) for size in shape)
 
         optimizer, shard_names = self.parameters.optimizer, self.parameters.shard_names
         with ShardedReader(directory, OPTIMIZER) as stored:
             state = State(LocalShards(stored, slices_of), values)
             load_optimizer_state(optimizer, shard_names, state, parameters, other_rank_names)
+        self.parameters.kind.after_load(optimizer)
 
 
 def _parameter_of(name: str) -> str:
     return name.partition("/")[2]
+
+
+def _is_of_blocks(name: str) -> bool:
+    """Whether a state has a value per block of an 8-bit parameter: bitsandbytes' scales."""
+    return name.startswith("absmax")
+
+
+def _blocks_of(parameter: Tensor) -> slice:
+    blocks = blocks_of_shard(parameter.shape, local_slices(parameter))
+    assert blocks is not None  # noqa: S101
+    return blocks

@@ -16,6 +16,7 @@ import torch
 
 from thresher.builders.memory import Memory, peak_memory
 from thresher.data.store.cache import user_cache_dir
+from thresher.engines.native.optimizers.registry import OPTIMIZERS
 from thresher.errors import UserError
 from thresher.plan.estimate import Estimate
 from thresher.plan.simulate.fake_cuda import compile_guard
@@ -39,6 +40,11 @@ class SimulatedRank:
 
 def simulate_stage(estimate: Estimate, stage: str, micro_batches: Sequence[Sequence[PairSizes]]) -> SimulatedRank:
     """Simulate the first rank of a stage of `estimate.processes`."""
+    optim = estimate.process.training.optim
+    if not OPTIMIZERS[optim].accepts_fake_tensors:
+        raise UserError(
+            f"the kernels of optim {optim} do not run on fake tensors; leave out --simulate, or simulate optim=adamw"
+        )
     process, layout = replace(estimate.processes[stage], imbalance=1.0), estimate.parts.layout
     counted = _run(estimate, process.stage * (estimate.dims.num_processes // estimate.dims.pp), micro_batches)
     lengths = [np.array(sizes, dtype=np.uint32) for sizes in micro_batches]
