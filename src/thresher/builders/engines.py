@@ -92,7 +92,18 @@ def trained_parts(args: ModelArgs) -> TrainedParts:
         target = args.lora_target if args.non_default("lora_target") else None
         adapter.check_settings(rank=args.lora_rank, alpha=args.lora_alpha, target=target)
     elif args.lora_rank is not None:
-        lora = LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target), args.lora_init)
+        lora = LoraSettings(
+            args.lora_rank,
+            args.lora_alpha,
+            tuple(args.lora_target),
+            args.lora_init,
+            args.use_rslora,
+            args.use_dora,
+            args.lora_rank_pattern,
+            args.lora_alpha_pattern,
+            tuple(args.modules_to_save),
+            tuple(args.lora_exclude),
+        )
     return TrainedParts(lora, adapter, args.lora_dropout, tuple(args.freeze_module_prefix))
 
 

@@ -37,10 +37,13 @@ from thresher.models.loading.weight_files import (
     find_files_to_shard,
     find_weight_files,
     has_plain_tensors,
+    is_of_adapter,
     missing_tensor,
+    name_in_files,
     open_safetensors,
     wrong_shape,
 )
+from thresher.models.pipeline_chunk import head_of
 
 # rows of tied matrices to compare: a few hundred MB at most
 _ROWS_AT_ONCE = 4096
@@ -143,7 +146,17 @@ def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.
     """Give parameters on the meta device memory on `weights_on` or the device, and move buffers to the device."""
     home = weights_on or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
-    model.tie_weights()  # allocating a tied parameter made two of it
+    retie(model)  # allocating a tied parameter made two of it
+
+
+def retie(model: PreTrainedModel) -> None:
+    """Tie embedding and head again, and their trained copies if an adapter has them."""
+    embedding, head = model.get_input_embeddings(), head_of(model)
+    if not (hasattr(embedding, "original_module") and hasattr(head, "original_module")):
+        model.tie_weights()
+    elif model.all_tied_weights_keys:
+        head.original_module.weight = embedding.original_module.weight
+        head.modules_to_save["default"].weight = embedding.modules_to_save["default"].weight  # type: ignore[union-attr,index]
 
 
 def load_local_shards(
@@ -166,7 +179,7 @@ def load_local_shards(
 
     def read() -> list[tuple[Tensor, int]]:
         reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=replicas.rank == 0)
-        named = [(_stored_name(name), each) for name, each in model.named_parameters() if ".lora_" not in name]
+        named = [(name_in_files(name), each) for name, each in model.named_parameters() if not is_of_adapter(name)]
         stored = [*named, *_stored_buffers(model, reader)]
         readers = divide_by_size([to_local(tensor).numel() for _, tensor in stored], replicas.size)
         for (name, tensor), rank in zip(stored, readers, strict=True):
@@ -210,7 +223,7 @@ def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
 
 
 def _has_every_parameter(reader: SafetensorsReader, model: PreTrainedModel) -> bool:
-    names = [_stored_name(name) for name, _ in model.named_parameters() if ".lora_" not in name]
+    names = [name_in_files(name) for name, _ in model.named_parameters() if not is_of_adapter(name)]
     return all(reader.has(name) or _is_new_head(name, reader) for name in names)
 
 
@@ -241,7 +254,7 @@ def load_modules(
     for module in reversed(list(model.modules())):  # children before their parents
         for name, empty in list(module.named_parameters(recurse=False)):
             if empty.is_meta and empty not in loaded:
-                values, stored = torch.zeros_like(empty, device=device), _stored_name(names[empty])
+                values, stored = torch.zeros_like(empty, device=device), name_in_files(names[empty])
                 if not _is_new_head(stored, reader):
                     reader.read(stored, values)
                 loaded[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
@@ -260,16 +273,14 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _stored_name(name: str) -> str:
-    return name.replace(".base_layer", "")  # twice around stacked experts
-
-
 def _stored_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:
     """Yield the persistent buffers, which belong to a model's weights; the others are computed."""
     optional = model._keys_to_ignore_on_load_missing or ()
     for prefix, module in model.named_modules():
+        if is_of_adapter(f"{prefix}."):
+            continue
         for local_name, buffer in module.named_buffers(recurse=False):
-            name = f"{prefix}.{local_name}" if prefix else local_name
+            name = name_in_files(f"{prefix}.{local_name}" if prefix else local_name)
             is_optional = not reader.has(name) and any(re.search(pattern, name) for pattern in optional)
             if local_name not in module._non_persistent_buffers_set and not is_optional:
                 yield name, buffer
