@@ -100,6 +100,20 @@ class ModelSpec(Generic[Settings]):
                 "fsdp2_train, or optim=adamw"
             )
 
+    def require_plain_adapters(self, where: str, hint: str, *, allows_dora: bool = False) -> None:
+        """Reject DoRA and modules that are trained whole, in a new adapter or one on disk."""
+        for each in filter(None, (self.trained.lora, self.trained.adapter, self.adapter)):
+            if each.use_dora and not allows_dora:
+                raise UserError(
+                    f"actor_train.model_args.use_dora needs whole rows of the weights, which {where} splits; {hint}, or "
+                    "train without DoRA"
+                )
+            if each.modules_to_save:
+                raise UserError(
+                    f"actor_train.model_args.modules_to_save {list(each.modules_to_save)} is not supported with "
+                    f"{where}; {hint}, or remove modules_to_save"
+                )
+
     def load(self) -> PreTrainedModel:
         return load_model(self.path, **self._load_settings)
 

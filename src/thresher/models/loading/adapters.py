@@ -80,7 +80,7 @@ class AdapterFiles:
         return cls(path, settings, weights)
 
     @property
-    def uses_dora(self) -> bool:
+    def use_dora(self) -> bool:
         return bool(self.settings.get("use_dora"))
 
     @property
@@ -261,7 +261,10 @@ def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Mo
         raise UserError(f"modules_to_save {config.modules_to_save} is not possible: {error}; name others") from error
     except ValueError as error:
         if config.use_dora and config.target_parameters:
-            raise UserError(f"use_dora does not support {config.target_parameters[0]}; remove one of them") from error
+            raise UserError(
+                f"use_dora does not support the stacked experts {', '.join(config.target_parameters)}; name the other "
+                "modules in lora_target"
+            ) from error
         if "incompatible" in str(error):  # kernels of Mamba layers would leave out an adapter on `out_proj`
             raise UserError(f"lora_target {list(target)} is not possible: {error}") from error
         raise UserError(_matches_nothing(model, target)) from error
