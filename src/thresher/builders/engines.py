@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from thresher.builders.objective import scores_steps_twice, trains_rewards
-from thresher.builders.reference_mode import initial_adapter
+from thresher.builders.reference_mode import initial_adapter, merged_adapters
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
 from thresher.config.strategies import strategy_names
@@ -67,6 +67,7 @@ def model_spec(
         scores_steps_twice=is_policy and scores_steps_twice(config),
         trained=trained_parts(args) if is_policy else TrainedParts(),
         adapter=None if adapter is None else AdapterFiles.find(adapter),
+        merged_adapters=merged_adapters(config, of_policy=is_policy),
     )
 
 
@@ -184,4 +185,5 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         )[0]
 
     spec = model_spec(config, section, role, find_layout, torch.device("cpu"), Group(size=role.num_processes))
+    _ = spec.merged  # finds adapters that cannot be merged
     resolve_name(strategy.check)(spec)

@@ -134,7 +134,9 @@ class ModelArgs(Section):
         if self.starts_from_weights and self.master_dtype != "fp32":
             raise ValueError(f"lora_init {self.lora_init} needs master_dtype fp32: bf16 would round the weights")
         if self.starts_from_weights and self.use_dora:
-            raise ValueError(f"use_dora measures the weights that lora_init {self.lora_init} changes; remove one of them")
+            raise ValueError(
+                f"use_dora measures the weights that lora_init {self.lora_init} changes; remove one of them"
+            )
         unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", *_OF_NEW_ADAPTERS)
         if not self.has_adapter and unused:
             raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))

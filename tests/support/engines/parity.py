@@ -168,7 +168,11 @@ class Case:
 
     @property
     def trained(self) -> TrainedParts:
-        lora = None if self.lora_rank is None else LoraSettings(self.lora_rank, None, self.lora_target, **dict(self.lora_options))
+        lora = (
+            None
+            if self.lora_rank is None
+            else LoraSettings(self.lora_rank, None, self.lora_target, **dict(self.lora_options))
+        )
         return TrainedParts(lora=lora, frozen_prefixes=self.frozen)
 
     @property

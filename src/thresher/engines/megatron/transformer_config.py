@@ -56,6 +56,11 @@ def check(spec: ModelSpec[MegatronSettings]) -> None:
             "layout=shared or layout=packed"
         )
     spec.require_plain_adapters("megatron_train", "use fsdp2_train")
+    if spec.merged_adapters:
+        raise UserError(
+            "actor_train.model_args.merge_adapters is not supported with megatron_train; merge the adapters with "
+            "PEFT's merge_and_unload and save that model"
+        )
     if spec.trained.has_adapter:
         _check_adapters(spec.trained, shape, settings.tensor_model_parallel_size)
 

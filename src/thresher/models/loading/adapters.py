@@ -265,32 +265,38 @@ def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Mo
                 f"use_dora does not support the stacked experts {', '.join(config.target_parameters)}; name the other "
                 "modules in lora_target"
             ) from error
+        if "excluded" in str(error):
+            raise UserError(
+                f"lora_exclude and modules_to_save leave nothing of lora_target {list(target)}; remove one of them"
+            ) from error
         if "incompatible" in str(error):  # kernels of Mamba layers would leave out an adapter on `out_proj`
             raise UserError(f"lora_target {list(target)} is not possible: {error}") from error
         raise UserError(_matches_nothing(model, target)) from error
     # logps use the head's weight directly, so an adapter on it would never be trained
     if any("lora_" in name for name, _ in head_of(model).named_parameters()):
         raise UserError(f"lora_target {list(target)} matches the LM head, which cannot have an adapter; exclude it")
-    for name, module in adapted.named_modules():
+    named: list[tuple[str, Any]] = list(adapted.named_modules())
+    for name, module in named:
         if hasattr(module, "original_module") and any("lora_" in inner for inner, _ in module.named_parameters()):
             raise UserError(f"{name} is in modules_to_save and has adapters; name it in lora_exclude, or remove it")
         if len(getattr(module, "lora_magnitude_vector", ())):
             if not isinstance(module.base_layer, nn.Linear):
                 raise UserError(f"use_dora supports linear modules only, which {name} is not; exclude it")
-            module.lora_magnitude_vector["default"].get_weight_norm = _row_norms  # type: ignore[union-attr,operator,index]
+            module.lora_magnitude_vector["default"].get_weight_norm = _row_norms
     if config.ensure_weight_tying:
         retie(model)
     return adapted
 
 
 @torch.no_grad()
-def _row_norms(weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None) -> Tensor:
+def _row_norms(weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: object = None) -> Tensor:  # noqa: ARG001
     """Norms of the rows of an adapted matrix, for DoRA (2402.09353), in fp32.
 
     PEFT rounds them to the dtype of the weights. In bf16 they would not cancel the magnitudes of a new adapter.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return torch.linalg.vector_norm(weight.to(dtype) + scaling * lora_weight.to(dtype), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(weight.to(dtype) + scaling * lora_weight.to(dtype), dim=1)
+    return norms
 
 
 def default_lora_target(model_type: str) -> list[str]:
@@ -314,16 +320,16 @@ def init_adapters(model: nn.Module, seed: int, *, keeps_factors: bool = False) -
     for name, parameter in model.named_parameters():
         if ".lora_" in name and ".lora_magnitude_vector." not in name and not keeps_factors:
             to_local(parameter).copy_(initial_values(name, parameter.shape, seed)[local_slices(parameter)])
-    # shards of them, which have the same rows
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if len(getattr(module, "lora_magnitude_vector", ())):
-            magnitudes, weight = module.lora_magnitude_vector["default"].weight, to_local(module.base_layer.weight)  # type: ignore[union-attr,operator,index]
+            # both shards have the same rows
+            magnitudes, weight = module.lora_magnitude_vector["default"].weight, to_local(module.base_layer.weight)
             to_local(magnitudes).copy_(_row_norms(weight, weight.new_zeros(()), 1.0))
         if hasattr(module, "original_module"):
-            for copied, original in zip(
-                module.modules_to_save.parameters(), module.original_module.parameters(), strict=True  # type: ignore[union-attr,operator]
-            ):
-                to_local(copied).copy_(to_local(original))
+            original = module.original_module.parameters()
+            for copied, initial in zip(module.modules_to_save.parameters(), original, strict=True):
+                to_local(copied).copy_(to_local(initial))
 
 
 def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:

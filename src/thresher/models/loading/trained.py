@@ -48,7 +48,9 @@ class TrainedParts:
             return model
         if is_reward_model:
             if hasattr(head_of(model), "original_module"):
-                raise UserError("modules_to_save names the head of the reward model, which is trained anyway; remove it")
+                raise UserError(
+                    "modules_to_save names the head of the reward model, which is trained anyway; remove it"
+                )
             head_of(model).requires_grad_(True)
         if frozen_dtype is not None:
             narrow_frozen_matrices(decoder_of(model), frozen_dtype)
