@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.config.test_config_keys import refusal
 from tests.support.compared_runs import merge
+from tests.support.engines.adapters import save_adapter
 from tests.support.engines.parity import save_model
 from tests.support.real_pairs import minimal_dpo
 from tests.support.small_runs import assert_same_weights, make_base, save_small_tokenizer
@@ -32,7 +33,7 @@ from thresher.models.logps import original_forward
 from thresher.pipeline import DPOPipeline
 
 IDS = torch.tensor([[1, 5, 9, 33, 7, 12]])
-LEARNING_RATE, EPSILON = 1e-3, 1e-5
+LEARNING_RATE, EPSILON = 1e-3, 1e-3  # a small one would amplify rounding noise
 # setting of a run, and what PEFT calls it
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rslora": ({"use_rslora": True}, {"use_rslora": True}),
@@ -73,8 +74,12 @@ def values_of(root: Path, base: str, output: Path, **model_args: Any) -> dict[st
     training = {"lr_scheduler_type": "constant", "learning_rate": LEARNING_RATE, "adam_epsilon": EPSILON}
     changes = {
         "pretrain": str(root / base),
-        **{"max_steps": 1, "save_steps": 0, "eval_steps": 0, "reference": {}},
-        **{"output_dir": str(output), "cache_dir": str(output / "cache")},
+        "max_steps": 1,
+        "save_steps": 0,
+        "eval_steps": 0,
+        "reference": {},
+        "output_dir": str(output),
+        "cache_dir": str(output / "cache"),
         "actor_train": {"model_args": model_args, "training_args": training | {"global_batch_size": 8}},
     }
     values = merge(json.loads((root / "base.json").read_text()) | {"reference": {}}, changes)
@@ -99,16 +104,7 @@ def plain(path: Path) -> Any:
 
 
 def save_random_adapter(directory: Path, base: Path, **settings: Any) -> Path:
-    """An adapter as plain PEFT saves it."""
-    config = LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
-    torch.manual_seed(5)
-    adapted = get_peft_model(plain(base), config)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    adapted.save_pretrained(directory, save_embedding_layers=False)
-    return directory
+    return save_adapter(directory, base, std=0.1, **({"target_modules": "all-linear"} | settings))
 
 
 @pytest.mark.parametrize("base", BASES)
