@@ -53,7 +53,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 INITS = {"pissa": ({"lora_init": "pissa"}, {}), "olora": ({"lora_init": "olora", "use_rslora": True}, {})}
-BASES = ["llama", "tied"]
+# what is trained whole may be tied
+CASES = [*((kind, "llama") for kind in KINDS), ("modules", "tied")]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,7 @@ def save_random_adapter(directory: Path, base: Path, **settings: Any) -> Path:
     return save_adapter(directory, base, std=0.1, **({"target_modules": "all-linear"} | settings))
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "base"), CASES)
 def test_a_new_adapter_starts_at_margin_0_and_leaves_its_base(root, tmp_path, kind, base):
     run = build_run(values_of(root, base, tmp_path, lora_rank=2, **KINDS[kind][0]), noise_pairs(8))
     assert run.mode == "adapter"
@@ -122,8 +122,7 @@ def test_a_new_adapter_starts_at_margin_0_and_leaves_its_base(root, tmp_path, ki
             assert torch.equal(logits_of(policy.model), logits_of(plain(root / base)))
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "base"), CASES)
 def test_a_continued_adapter_steps_like_plain_peft(root, tmp_path, kind, base):
     adapter = save_random_adapter(tmp_path / "adapter", root / base, **KINDS[kind][1])
     train = noise_pairs(8)
@@ -148,8 +147,7 @@ def test_a_continued_adapter_steps_like_plain_peft(root, tmp_path, kind, base):
         torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("kind", [*KINDS, *INITS])
+@pytest.mark.parametrize(("kind", "base"), [*CASES, *((init, "llama") for init in INITS)])
 def test_an_exported_adapter_loads_with_plain_peft(root, tmp_path, kind, base, caplog):
     settings = (KINDS | INITS)[kind][0]
     config = parse_config(values_of(root, base, tmp_path / "run", lora_rank=2, **settings))

@@ -18,7 +18,7 @@ DType = Literal["fp32", "bf16", "fp16"]
 _DEVICES = "write it like `list(range(0,8))` or `[0, 1, 2, 3]`"
 _MOST_DEVICES = 1_000_000
 # settings that an adapter on disk has too
-_OF_NEW_ADAPTERS = (
+OF_NEW_ADAPTERS = (
     *("lora_init", "use_rslora", "use_dora", "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save"),
     "lora_exclude",
 )
@@ -128,7 +128,7 @@ class ModelArgs(Section):
                 f"freeze_module_prefix has no effect with {name}, which trains adapters only; choose their modules "
                 "with lora_target"
             )
-        ignored = self.non_default(*_OF_NEW_ADAPTERS)
+        ignored = self.non_default(*OF_NEW_ADAPTERS)
         if self.adapter_name_or_path is not None and ignored:
             raise ValueError(no_effect(ignored, "with adapter_name_or_path, whose settings are kept; remove {it}"))
         if self.starts_from_weights and self.master_dtype != "fp32":
@@ -137,7 +137,7 @@ class ModelArgs(Section):
             raise ValueError(
                 f"use_dora measures the weights that lora_init {self.lora_init} changes; remove one of them"
             )
-        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", *_OF_NEW_ADAPTERS)
+        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", *OF_NEW_ADAPTERS)
         if not self.has_adapter and unused:
             raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))
         return self
