@@ -150,12 +150,17 @@ def test_a_lora_config_sets_the_adapters(config, files):
     assert adapters(r=4).lora_alpha == 8  # PEFT's default, not twice the rank
     assert adapters().lora_target == ["q_proj", "v_proj"]  # PEFT's default for Llama, not all linear modules
     assert adapters(target_modules="all-linear").lora_target == ["all-linear"]
-    assert adapters(r=4, lora_alpha=16, use_rslora=True).lora_alpha == 32
+    args = adapters(r=4, lora_alpha=16, use_rslora=True, use_dora=True, modules_to_save=["lm_head"])
+    assert (args.lora_alpha, args.use_rslora, args.use_dora, args.modules_to_save) == (16, True, True, ["lm_head"])
+    args = adapters(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}, exclude_modules=["k_proj", "gate_proj"])
+    assert (args.lora_rank_pattern, args.lora_alpha_pattern) == ({"q_proj": 2}, {"v_proj": 3})
+    assert args.lora_exclude == ["gate_proj", "k_proj"]
     assert adapters(init_lora_weights="pissa_niter_4").lora_init == "pissa_niter_4"
     for fields, message in (
         ({"bias": "all"}, "peft_config.bias has no equivalent"),
         ({"init_lora_weights": "gaussian"}, "peft_config.init_lora_weights has no equivalent"),
         ({"target_modules": ".*proj"}, "give a list of names"),
+        ({"exclude_modules": ".*proj"}, "give a list of names"),
         ({"task_type": "SEQ_CLS"}, "all models are causal language models"),
         ({"layers_to_transform": [0]}, "peft_config.layers_to_transform has no equivalent"),
     ):

@@ -106,14 +106,16 @@ def test_process_rewards_are_not_trained(tmp_path: Path) -> None:
     ("trainer", "text"),
     [
         ("trl", "use_peft: true\nlora_modules_to_save: [score]\n"),
-        ("axolotl", "adapter: lora\nlora_modules_to_save: [score]\n"),
+        ("axolotl", "adapter: lora\nlora_r: 8\nlora_modules_to_save: [score]\n"),
         ("ms-swift", "tuner_type: lora\nmodules_to_save: [score]\n"),
     ],
 )
 def test_lora_trains_the_head_too(tmp_path: Path, trainer: str, text: str) -> None:
     config = REWARDS[trainer].replace("tuner_type: full\n", "") + text
     assert not lost(imported(tmp_path, config))
-    assert lost(imported(tmp_path, config.replace("[score]", "[score, embed_tokens]"))) != set()
+    more = imported(tmp_path, config.replace("[score]", "[score, embed_tokens]"))
+    assert value(more, "actor_train.model_args.modules_to_save") == ["embed_tokens"]
+    assert not lost(more)
 
 
 def test_megatron_trains_no_reward_models(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from tests.support.imported import FILES, MODEL, TRAINING, entry, imported, lost
 from thresher.importers.convert import NAMES
 from thresher.importers.translation import translate
 
+_LORA = {"finetuning_type": "lora"}
+_NEW = {**_LORA, "create_new_adapter": True}
+
 
 def test_trl_defaults_are_written_out(tmp_path: Path) -> None:
     done = imported(tmp_path, "model_name_or_path: org/model\ndataset_name: org/pairs\n")
@@ -48,7 +51,7 @@ dtype: bfloat16
 """,
     )
     assert value(done, f"{MODEL}lora_rank") == 16
-    assert value(done, f"{MODEL}lora_alpha") == 32.0, "rsLoRA divides by sqrt(16), LoRA by 16"
+    assert (value(done, f"{MODEL}lora_alpha"), value(done, f"{MODEL}use_rslora")) == (8, True)
     assert value(done, f"{MODEL}lora_target") == ["q_proj"]
     assert value(done, "validation.data_args.file_name") == "hf://org/pairs:held_out:small"
     assert value(done, "eval_steps") == 20
@@ -631,7 +634,41 @@ def test_a_system_message_and_a_number_of_rows_are_settings_of_the_data(tmp_path
         ("ms-swift", {"tuner_type": "full", "freeze_parameters": ["lm_head"]}, "freeze_module_prefix", ["lm_head"]),
         ("llama-factory", {"adapter_name_or_path": "a", "finetuning_type": "lora"}, "adapter_name_or_path", "a"),
         ("llama-factory", {"adapter_name_or_path": "a", "finetuning_type": "lora"}, "lora_rank", None),
-        ("llama-factory", {"adapter_name_or_path": "a,b"}, "adapter_name_or_path", None),
+        ("llama-factory", {"adapter_name_or_path": "a,b", **_LORA}, "adapter_name_or_path", "b"),
+        ("llama-factory", {"adapter_name_or_path": "a,b", **_LORA}, "merge_adapters", ["a"]),
+        ("llama-factory", {"adapter_name_or_path": "a,b", **_NEW}, "merge_adapters", ["a", "b"]),
+        ("llama-factory", {"adapter_name_or_path": "a,b", **_NEW}, "adapter_name_or_path", None),
+        ("llama-factory", {"adapter_name_or_path": "a,b", **_NEW}, "lora_rank", 8),
+        (
+            "llama-factory",
+            {"additional_target": "embed_tokens,norm", **_LORA},
+            "modules_to_save",
+            ["embed_tokens", "norm"],
+        ),
+        ("llama-factory", {"use_dora": True, **_LORA}, "use_dora", True),
+        ("llama-factory", {"use_dora": True, "finetuning_type": "full"}, "use_dora", None),
+        ("llama-factory", {"use_rslora": True, "adapter_name_or_path": "a", **_LORA}, "use_rslora", None),
+        ("trl", {"use_peft": True, "use_dora": True}, "use_dora", True),
+        ("trl", {"use_peft": True, "lora_modules_to_save": ["lm_head"]}, "modules_to_save", ["lm_head"]),
+        ("axolotl", {"adapter": "lora", "lora_r": 8, "peft_use_dora": True}, "use_dora", True),
+        ("axolotl", {"adapter": "lora", "lora_r": 8, "peft_use_rslora": True}, "use_rslora", True),
+        (
+            "axolotl",
+            {"adapter": "lora", "lora_r": 8, "lora_rank_pattern": {"q_proj": 4}},
+            "lora_rank_pattern",
+            {"q_proj": 4},
+        ),
+        (
+            "axolotl",
+            {"adapter": "lora", "lora_r": 8, "lora_alpha_pattern": {"q_proj": 4}},
+            "lora_alpha_pattern",
+            {"q_proj": 4},
+        ),
+        ("axolotl", {"adapter": "lora", "lora_r": 8, "lora_modules_to_save": ["norm"]}, "modules_to_save", ["norm"]),
+        ("axolotl", {"adapter": "lora", "lora_r": 8, "peft_init_lora_weights": "olora"}, "lora_init", "olora"),
+        ("ms-swift", {"tuner_type": "lora", "use_dora": True, "use_rslora": True}, "use_rslora", True),
+        ("ms-swift", {"tuner_type": "lora", "modules_to_save": ["lm_head"]}, "modules_to_save", ["lm_head"]),
+        ("ms-swift", {"adapters": ["a", "b"]}, "adapter_name_or_path", None),
         ("ms-swift", {"adapters": ["a"]}, "adapter_name_or_path", "a"),
         ("llama-factory", {"finetuning_type": "lora", "pissa_init": True}, "lora_init", "pissa_niter_16"),
         ("llama-factory", {"finetuning_type": "lora", "pissa_init": True, "pissa_iter": -1}, "lora_init", "pissa"),

@@ -154,6 +154,12 @@ NEEDS = {
             ("lora_target", ["q_proj"]),
             ("lora_init", "pissa"),
             ("lora_plus_ratio", 16.0),
+            ("use_rslora", True),
+            ("use_dora", True),
+            ("lora_rank_pattern", {"q_proj": 2}),
+            ("lora_alpha_pattern", {"q_proj": 2.0}),
+            ("modules_to_save", ["lm_head"]),
+            ("lora_exclude", ["q_proj"]),
         )
     },
     "actor_train.model_args.freeze_module_prefix": Needs(
@@ -256,6 +262,7 @@ BY_MODEL_OR_MODE = {
     *(f"actor_train.model_args.{name}" for name in ("attn_implementation", "pad_token", "trust_remote_code")),
     *(f"actor_train.model_args.{name}" for name in ("tokenizer_name_or_path", "moe_aux_loss_coef", "revision")),
     "actor_train.model_args.adapter_name_or_path",
+    "actor_train.model_args.merge_adapters",
     "reference.model_args.revision",
     "actor_train.model_args.lora_rank",
     *(f"reference.model_args.{name}" for name in ("model_name_or_path", "model_type", "dtype", "master_dtype")),

@@ -17,6 +17,7 @@ from tests.support.engines.agreement import (
     run_parallel,
 )
 from tests.support.engines.parity import Case, score_single_process, train_parallel, train_single_process
+from tests.support.engines.parity_cases import TRAINED_WHOLE
 from tests.support.tiny_models import VOCAB
 from thresher.distributed.mesh import ParallelDims
 
@@ -64,6 +65,14 @@ MATRIX = [
 ]
 AGAINST_ONE_PROCESS = [
     *(Case(TWO_RANKS, lora_rank=4, engine=zero, also="LoRA") for zero in (Zero(1), Zero(3))),
+    Case(
+        TWO_RANKS,
+        family="qwen2",
+        lora_rank=4,
+        lora_options=TRAINED_WHOLE,
+        engine=Zero(2),
+        also="DoRA, modules trained whole",
+    ),
     Case(TWO_RANKS, loss="aot", engine=Zero(3), also="a loss that couples pairs"),
     Case(TWO_RANKS, engine=Zero(3), frozen=("model.layers.0", "lm_head"), also="frozen modules"),
     Case(TWO_RANKS, family="qwen3_moe", engine=Zero(2), router_loss_coef=0.5, also="load-balancing loss"),

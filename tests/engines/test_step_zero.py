@@ -53,6 +53,14 @@ def test_two_workers_start_at_margin_0(two_ranks, model_dir, tmp_path, reference
     assert_equal(two_ranks.run(measure, StepZero(reference, axes, model_args), model_dir, tmp_path, long_pairs(96)))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_dora_and_modules_trained_whole_start_at_margin_0(two_ranks, model_dir, tmp_path, num_ranks):
+    model_args = LORA | {"use_dora": True, "modules_to_save": ["lm_head", "embed_tokens", "norm", "v_proj"]}
+    model_args |= {"lora_exclude": ["v_proj"]}
+    arguments = StepZero("adapter", {}, model_args), model_dir, tmp_path, long_pairs(96)
+    assert_equal(two_ranks.run(measure, *arguments) if num_ranks == 2 else [measure(*arguments)])
+
+
 # tp rounds partial sums to bf16, and cp computes all rows of the last layer: both differ from one process by rounding
 @pytest.mark.parametrize("axes", [{}, {"dp_replicate": 2}, {"pp_size": 2}, {"cpu_offload": True}], ids=str)
 def test_two_workers_start_at_margin_0_from_a_cache_of_one_process(two_ranks, model_dir, tmp_path, axes):

@@ -112,6 +112,12 @@ MODEL_CASES = {
     "lora_target": Case({"lora_target": "q_proj"}, "later losses", {"lora_rank": 4}),
     "lora_init": Case({"lora_init": "pissa"}, "later losses", {"lora_rank": 4}),
     "lora_plus_ratio": Case({"lora_plus_ratio": 16.0}, "later losses", {"lora_rank": 4}),
+    "use_rslora": Case({"use_rslora": True}, "later losses", {"lora_rank": 4}),
+    "use_dora": Case({"use_dora": True}, "later losses", {"lora_rank": 4}),
+    "lora_rank_pattern": Case({"lora_rank_pattern": {"q_proj": 2}}, "later losses", {"lora_rank": 4, "lora_alpha": 8}),
+    "lora_alpha_pattern": Case({"lora_alpha_pattern": {"q_proj": 64}}, "later losses", {"lora_rank": 4}),
+    "modules_to_save": Case({"modules_to_save": "lm_head"}, "later losses", {"lora_rank": 4}),
+    "lora_exclude": Case({"lora_exclude": "q_proj"}, "later losses", {"lora_rank": 4}),
     "freeze_module_prefix": Case(
         {"freeze_module_prefix": "model.layers.1"}, "later losses", {"freeze_module_prefix": "model.embed"}
     ),
@@ -189,8 +195,9 @@ NO_NUMBERS = {
         ),
     },
 }
-# fields that need other models or files; test_moe_aux_loss.py and test_initial_adapter.py show their effect
-OTHER_MODELS = {ModelArgs: {"moe_aux_loss_coef", "adapter_name_or_path"}}
+# fields that need other models or files; test_moe_aux_loss.py, test_initial_adapter.py and test_merged_adapters.py show
+# their effect
+OTHER_MODELS = {ModelArgs: {"moe_aux_loss_coef", "adapter_name_or_path", "merge_adapters"}}
 TABLES = {
     LossConfig: (LOSS_CASES, ()),
     TrainingArgs: (TRAINING_CASES, ("actor_train", "training_args")),

@@ -151,8 +151,8 @@ def test_settings_that_agree_with_the_adapter_are_accepted(values):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"use_dora": True}, "has use_dora, which is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "has modules_to_save, which is not supported"),
+        ({"lora_bias": True}, "has lora_bias, which is not supported"),
+        ({"trainable_token_indices": [3]}, "has trainable_token_indices, which is not supported"),
         ({"bias": "all"}, "has bias all, which is not supported"),
         ({"peft_type": "IA3"}, "has type IA3, which is not supported"),
         ({"init_lora_weights": "pissa"}, "was initialized with pissa, which changed the base weights"),

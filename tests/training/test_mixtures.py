@@ -18,7 +18,6 @@ from thresher.data.store.joined import JoinedStores
 from thresher.errors import CheckpointError, UserError
 from thresher.pipeline import DPOPipeline
 
-
 # what follows eval/ in the metrics of a run with the sets all, odd and even
 EVALUATED = {"all", "odd", "even", "loss", "rewards", "logps", "lengths", "kl", "sft_loss"}
 

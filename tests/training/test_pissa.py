@@ -27,7 +27,7 @@ from thresher.models.logps import original_forward
 from thresher.pipeline import DPOPipeline
 
 IDS = torch.tensor([[1, 5, 9, 33, 7, 12]])
-INITS = ["pissa", "pissa_niter_4"]
+INITS = ["pissa", "pissa_niter_4", "olora"]
 
 
 def pissa(init: str = "pissa") -> dict[str, Any]:
@@ -56,8 +56,8 @@ def test_the_policy_starts_as_the_model_with_pefts_factors(values, init):
     assert all(torch.equal(p, parameters[name]) for name, p in policy.model.named_parameters())
     for name, weight in policy.weights().items():
         assert weight.abs().max() > 0, name
-    if init == "pissa":
-        lora = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights="pissa")
+    if init != "pissa_niter_4":
+        lora = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=init)
         theirs = dict(get_peft_model(original, lora).named_parameters())
         for name, weight in policy.weights().items():
             torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=1e-5)
@@ -100,7 +100,7 @@ def test_a_checkpoint_belongs_to_its_initialization(values):
     digests = {
         reference_digest(parse_config(merge(values, pissa(init))), "precompute", "w") for init in ("default", *INITS)
     }
-    assert len(digests) == 3
+    assert len(digests) == 4
 
 
 def test_checks_without_weights_accept_it(values):
@@ -121,4 +121,4 @@ def test_settings_that_contradict_it_are_rejected():
     assert "lora_init pissa needs master_dtype fp32" in refusal(bf16)
     adapter = {"actor_train": {"model_args": {"adapter_name_or_path": "a", "lora_init": "pissa"}}}
     assert "lora_init has no effect with adapter_name_or_path" in refusal(adapter)
-    assert "lora_init" in refusal(pissa("olora"))
+    assert "lora_init" in refusal(pissa("eva"))

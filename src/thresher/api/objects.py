@@ -233,6 +233,12 @@ _FIELDS = {
 }
 # fields that describe the config or the model, not the adapters
 _DESCRIPTIONS = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"}
+# fields that TRL has no names for
+_OUR_NAMES = {
+    "exclude_modules": "lora_exclude",
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
+}
 
 
 def adapter_settings(peft_config: Any, model: str, root: type[Section], *, trust_remote_code: bool) -> dict[str, Any]:
@@ -244,8 +250,8 @@ def adapter_settings(peft_config: Any, model: str, root: type[Section], *, trust
         raise UserError(f"peft_config.task_type is {peft_config.task_type}; all models are causal language models")
     default = type(peft_config)()
     init = peft_config.init_lora_weights
-    is_pissa = isinstance(init, str) and init.startswith("pissa")
-    known = _FIELDS.keys() | _DESCRIPTIONS | ({"init_lora_weights"} if is_pissa else set())
+    is_known = isinstance(init, str) and init.startswith(("pissa", "olora"))
+    known = _FIELDS.keys() | _OUR_NAMES.keys() | _DESCRIPTIONS | ({"init_lora_weights"} if is_known else set())
     others = [name for name, value in vars(peft_config).items() if name not in known and value != vars(default)[name]]
     if others:
         raise UserError(f"peft_config.{others[0]} has no equivalent; leave it at its default")
@@ -258,6 +264,11 @@ def adapter_settings(peft_config: Any, model: str, root: type[Section], *, trust
         raise UserError(f"peft_config.target_modules is the pattern {target!r}; give a list of names, or all-linear")
     values["target_modules"] = [target] if isinstance(target, str) else sorted(target)
     given = {_FIELDS[name]: value for name, value in values.items() if value is not None and value is not False}
-    if is_pissa:
+    if is_known:
         given["lora_init"] = init
+    if isinstance(excluded := peft_config.exclude_modules, str):
+        raise UserError(f"peft_config.exclude_modules is the pattern {excluded!r}; give a list of names")
+    for name, ours in _OUR_NAMES.items():
+        if value := getattr(peft_config, name):
+            given[ours] = dict(value) if isinstance(value, dict) else sorted(value)
     return nest_flat_names(root, {"use_peft": True, **given})

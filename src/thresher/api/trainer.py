@@ -22,13 +22,15 @@ from thresher.api.results import Metrics, TrainResult, mean_loss, model_card, re
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.objective import build_objective, trains_rewards
+from thresher.builders.reference_mode import merged_adapters
 from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import merge_settings
 from thresher.errors import RunStopped, UserError
 from thresher.importers.names import TRAINER_OPTIONS, trl_arguments
-from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
+from thresher.models.loading.load import DTYPES, load_tokenizer
 from thresher.models.loading.location import named_model
+from thresher.models.loading.merged import load_merged
 from thresher.observability.trackers.callbacks import name_in_trl
 from thresher.pipeline import DPOPipeline
 from thresher.runtime.launch import find_launch
@@ -211,8 +213,9 @@ class DPOTrainer:
             with quiet_libraries():
                 if checkpoint is None:
                     path, dtype = named_model(self.config.policy_path), DTYPES[args.master_dtype]
-                    model = load_model(
+                    model = load_merged(
                         path,
+                        merged_adapters(self.config),
                         dtype=dtype,
                         trust_remote_code=args.trust_remote_code,
                         is_reward_model=trains_rewards(self.config),

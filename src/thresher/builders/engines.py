@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from thresher.builders.objective import scores_steps_twice, trains_rewards
-from thresher.builders.reference_mode import initial_adapter
+from thresher.builders.reference_mode import initial_adapter, merged_adapters
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import RoleConfig
 from thresher.config.strategies import strategy_names
@@ -67,6 +67,7 @@ def model_spec(
         scores_steps_twice=is_policy and scores_steps_twice(config),
         trained=trained_parts(args) if is_policy else TrainedParts(),
         adapter=None if adapter is None else AdapterFiles.find(adapter),
+        merged_adapters=merged_adapters(config, of_policy=is_policy),
     )
 
 
@@ -92,7 +93,18 @@ def trained_parts(args: ModelArgs) -> TrainedParts:
         target = args.lora_target if args.non_default("lora_target") else None
         adapter.check_settings(rank=args.lora_rank, alpha=args.lora_alpha, target=target)
     elif args.lora_rank is not None:
-        lora = LoraSettings(args.lora_rank, args.lora_alpha, tuple(args.lora_target), args.lora_init)
+        lora = LoraSettings(
+            args.lora_rank,
+            args.lora_alpha,
+            tuple(args.lora_target),
+            args.lora_init,
+            args.use_rslora,
+            args.use_dora,
+            args.lora_rank_pattern,
+            args.lora_alpha_pattern,
+            tuple(args.modules_to_save),
+            tuple(args.lora_exclude),
+        )
     return TrainedParts(lora, adapter, args.lora_dropout, tuple(args.freeze_module_prefix))
 
 
@@ -173,4 +185,5 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
         )[0]
 
     spec = model_spec(config, section, role, find_layout, torch.device("cpu"), Group(size=role.num_processes))
+    _ = spec.merged  # finds adapters that cannot be merged
     resolve_name(strategy.check)(spec)

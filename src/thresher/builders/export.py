@@ -1,12 +1,15 @@
-"""Export of a checkpoint as a plain Hugging Face model directory, with adapters merged."""
+"""Export of a checkpoint as a plain Hugging Face model directory, with adapters merged, or of its adapter alone."""
 
 from __future__ import annotations
 
 import logging
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,11 +27,10 @@ from thresher.checkpoint.state import load_weights, weight_names
 from thresher.config import DPOConfig, ModelArgs
 from thresher.config.roles import at_revision
 from thresher.errors import CheckpointError, UserError
-from thresher.models.loading.adapters import merge_adapter
+from thresher.models.loading.adapters import AdapterFiles, merge_adapter
 from thresher.models.loading.load import (
     DTYPES,
     REWARD_HEAD,
-    load_model,
     load_model_config,
     load_tokenizer,
     pad_apart_from_eos,
@@ -36,9 +38,10 @@ from thresher.models.loading.load import (
     translate_load_errors,
 )
 from thresher.models.loading.location import locate_model
+from thresher.models.loading.merged import load_merged
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 from thresher.models.pipeline_chunk import decoder_of, head_of
-from thresher.reference.fingerprint import config_digest, weights_digest
+from thresher.reference.fingerprint import config_digest, model_digest
 from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS
 
 logger = logging.getLogger(__name__)
@@ -46,19 +49,43 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_SIZE = "50GB"  # the default of transformers
 _SIZE = re.compile(r"[1-9]\d*([KMGT]B|[KMG]IB)", re.IGNORECASE)
 
-# weights of a model that save_pretrained wrote: an earlier one's shards would be read with the new one's
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+# of a model or an adapter that save_pretrained wrote: an earlier one's would be read with the new one's
+_REPLACED = (
+    *("model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"),
+    *("adapter_model.safetensors", "adapter_config.json"),
+)
+# settings of adapters that vLLM rejects, or reads as if they were absent
+_NOT_IN_VLLM = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
 # of a multimodal model, beside its tokenizer
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def load_checkpoint(
-    checkpoint: Path, *, dtype: str | None = None, trust_remote_code: bool = False
+    checkpoint: Path, *, dtype: str | None = None, trust_remote_code: bool = False, merge_into: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """Load the trained model, adapters merged, and its tokenizer; also return the path that the run started from.
+    """Load the trained model, adapters merged, and its tokenizer; also return the path of the base model.
 
-    trust_remote_code is not taken from the checkpoint, which may be untrusted.
+    merge_into: a different base model to merge the adapters into. trust_remote_code is not taken from the checkpoint,
+    which may be untrusted.
     """
+    path, args = _open(checkpoint, trust_remote_code=trust_remote_code)
+    tokenizer = _load_tokenizer(path, args)
+    if merge_into is None:
+        _check_base(checkpoint, path, args)
+    else:
+        _check_other_base(checkpoint, path, args, merge_into)
+        path = merge_into
+    plain = load_trained_model(path, args, checkpoint, dtype=dtype)
+    is_reward_model = hasattr(plain, "score")
+    if is_reward_model:
+        pad_apart_from_eos(tokenizer)
+    if is_reward_model or tokenizer.pad_token_id is not None:
+        plain.config.pad_token_id = tokenizer.pad_token_id
+    return plain, tokenizer, path
+
+
+def _open(checkpoint: Path, *, trust_remote_code: bool) -> tuple[str, ModelArgs]:
+    """Verify a checkpoint; return the path of its model, and its settings."""
     verify(checkpoint)
     path, args = _trained_model(checkpoint)
     if args.trust_remote_code and not trust_remote_code:
@@ -66,17 +93,29 @@ def load_checkpoint(
             f"the run of {checkpoint} executed Python code from the model {path}; pass --trust-remote-code if you "
             "trust that model"
         )
-    _check_base(checkpoint, path, args)
-    plain = load_trained_model(path, args, checkpoint, dtype=dtype)
+    return path, args
+
+
+def _load_tokenizer(path: str, args: ModelArgs) -> PreTrainedTokenizerBase:
     tokenizer_path = args.tokenizer_name_or_path or path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
-    is_reward_model = hasattr(plain, "score")
-    if is_reward_model:
-        pad_apart_from_eos(tokenizer)
-    if is_reward_model or tokenizer.pad_token_id is not None:
-        plain.config.pad_token_id = tokenizer.pad_token_id
-    return plain, tokenizer, path
+    return tokenizer
+
+
+def _check_other_base(checkpoint: Path, path: str, args: ModelArgs, merge_into: str) -> None:
+    if not args.has_adapter or args.starts_from_weights:
+        why = f"lora_init {args.lora_init}, whose adapter belongs to what is left of its base"
+        raise UserError(
+            f"the run of {checkpoint} has {why if args.has_adapter else 'no adapter'}, so there is nothing to merge "
+            "into another model; leave --merge-into out"
+        )
+    logger.warning(
+        "the adapter was trained on %s and is merged into %s: the result is not the model that was trained and "
+        "evaluated; compare them before use",
+        path,
+        merge_into,
+    )
 
 
 def export_checkpoint(
@@ -87,19 +126,16 @@ def export_checkpoint(
     max_shard_size: str = MAX_SHARD_SIZE,
     trust_remote_code: bool = False,
     overwrite: bool = False,
+    merge_into: str | None = None,
 ) -> None:
     """Write the model of a checkpoint. overwrite: replace the files of a model in a directory that has other files."""
-    if output.resolve() in (Path.cwd(), Path(output.anchor).resolve()):
-        raise UserError(f"an export cannot replace the directory {output}; name a new one below it")
-    is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
-    if is_used and (not overwrite or not output.is_dir()):
-        hint = ", or replace the model in it with --overwrite" if output.is_dir() else ""
-        raise UserError(f"{output} is not an empty directory; name a new one{hint}")
+    is_used = _check_output(output, overwrite=overwrite)
     if not _SIZE.fullmatch(max_shard_size):
         raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
-    model, tokenizer, path = load_checkpoint(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-    if is_used and output.resolve() == Path(path).resolve():
-        raise UserError(f"{output} is the model that the run started from; name a different directory")
+    model, tokenizer, path = load_checkpoint(
+        checkpoint, dtype=dtype, trust_remote_code=trust_remote_code, merge_into=merge_into
+    )
+    _refuse_base(output, path)
     model = with_untrained_towers(model, path, trust_remote_code=trust_remote_code)
     if names := never_loaded(model, path):
         logger.warning(
@@ -108,17 +144,94 @@ def export_checkpoint(
             path,
             names[0],
         )
+    with _replacing(output, is_used=is_used) as staging:
+        model.save_pretrained(staging, max_shard_size=max_shard_size)
+        tokenizer.save_pretrained(staging)
+        if model.config.get_text_config() is not model.config:
+            for file in filter(None, (find_file(path, name) for name in _PROCESSORS)):
+                shutil.copyfile(file, staging / file.name)
+
+
+def export_adapter(
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapter of a checkpoint as PEFT does, in fp32 by default, and the tokenizer."""
+    is_used = _check_output(output, overwrite=overwrite)
+    path, args = _open(checkpoint, trust_remote_code=trust_remote_code)
+    if (why := _why_not_adapter(checkpoint, args)) is not None:
+        raise UserError(f"the run of {checkpoint} {why}, so its adapter cannot be exported; leave --adapter out")
+    _refuse_base(output, path)
+    _check_base(checkpoint, path, args)
+    with _replacing(output, is_used=is_used) as staging, TemporaryDirectory() as scratch:
+        _, module, load = _untrained_model(path, args, checkpoint)
+        settings = module.peft_config["default"]
+        initial = Path(scratch) / "initial"
+        if args.starts_from_weights:
+            # PEFT subtracts what the base has lost to the adapter, which gets twice the rank
+            settings.init_lora_weights = True
+            module.save_pretrained(initial, save_embedding_layers=False)
+            settings.init_lora_weights = args.lora_init
+        load()
+        settings.revision = args.revision
+        if dtype is not None:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(DTYPES[dtype]) if parameter.requires_grad else parameter.data
+        try:
+            module.save_pretrained(
+                staging,
+                save_embedding_layers=False,
+                path_initial_model_for_weight_conversion=str(initial) if initial.exists() else None,
+            )
+        except ValueError as error:
+            raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
+        _load_tokenizer(path, args).save_pretrained(staging)
+    if unread := [name for name in _NOT_IN_VLLM if getattr(settings, name)]:
+        logger.warning("vLLM does not support %s of an adapter; serve the merged model there", ", ".join(unread))
+
+
+def _why_not_adapter(checkpoint: Path, args: ModelArgs) -> str | None:
+    if not args.has_adapter:
+        return "has no adapter"
+    if args.merge_adapters:
+        return f"merged {', '.join(args.merge_adapters)} into its base, and no directory has that model"
+    if any(name.endswith(REWARD_HEAD) for name in weight_names(checkpoint)):
+        return "trained the head of a reward model too"
+    if args.modules_to_save and args.starts_from_weights:
+        return f"has modules_to_save besides lora_init {args.lora_init}, which PEFT does not convert"
+    return None
+
+
+def _refuse_base(output: Path, path: str) -> None:
+    if output.resolve() == Path(path).resolve():
+        raise UserError(f"{output} is the model that the run started from; name a different directory")
+
+
+def _check_output(output: Path, *, overwrite: bool) -> bool:
+    """Reject a directory that cannot be written; return whether it has files."""
+    if output.resolve() in (Path.cwd(), Path(output.anchor).resolve()):
+        raise UserError(f"an export cannot replace the directory {output}; name a new one below it")
+    is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if is_used and (not overwrite or not output.is_dir()):
+        hint = ", or replace the model in it with --overwrite" if output.is_dir() else ""
+        raise UserError(f"{output} is not an empty directory; name a new one{hint}")
+    return is_used
+
+
+@contextmanager
+def _replacing(output: Path, *, is_used: bool) -> Iterator[Path]:
+    """Yield a directory to write, which becomes the output if the `with` block ends without an error."""
     # written under another name and renamed, so that an existing directory is complete
     staging = output.with_name(f".{output.name}.partial")
     durable.refuse_link(staging)
     shutil.rmtree(staging, ignore_errors=True)
     staging.parent.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(staging, max_shard_size=max_shard_size)
-    tokenizer.save_pretrained(staging)
-    if model.config.get_text_config() is not model.config:
-        for file in filter(None, (find_file(path, name) for name in _PROCESSORS)):
-            shutil.copyfile(file, staging / file.name)
-    readable = (staging / "config.json").stat().st_mode
+    yield staging
+    readable = next(staging.glob("*config.json")).stat().st_mode
     for file in staging.glob("*.safetensors"):
         file.chmod(readable)  # safetensors writes files that only their owner can read
     if not is_used:
@@ -126,7 +239,7 @@ def export_checkpoint(
             output.rmdir()
         staging.rename(output)
         return
-    for stale in (file for pattern in _WEIGHTS for file in output.glob(pattern)):
+    for stale in (file for pattern in _REPLACED for file in output.glob(pattern)):
         stale.unlink()
     for file in staging.iterdir():
         target = output / file.name
@@ -183,20 +296,28 @@ def export_run(config: DPOConfig) -> None:
 
 def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str | None = None) -> PreTrainedModel:
     """Load a run's model with the trained weights of a directory, adapters merged, in the precision of its forward."""
+    model, module, load = _untrained_model(path, args, weights)
+    load()
+    plain = merge_adapter(module) if args.has_adapter else model
+    torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
+    plain.config.use_cache = True
+    return plain
+
+
+def _untrained_model(path: str, args: ModelArgs, weights: Path) -> tuple[PreTrainedModel, Any, Callable[[], None]]:
+    """Load the model of a run, with its adapters around it, and return what loads its trained weights."""
     is_reward_model = any(name.endswith(REWARD_HEAD) for name in weight_names(weights))
-    model = load_model(
+    model = load_merged(
         path,
+        [AdapterFiles.find(each) for each in args.merge_adapters],
         dtype=DTYPES[args.master_dtype],
         trust_remote_code=args.trust_remote_code,
         is_reward_model=is_reward_model,
     )
     module = trained_parts(args).apply(model)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    load_weights(weights, trained, hint=f"put the model that the run started from back at {path}")
-    plain = merge_adapter(module) if args.has_adapter else model
-    torch.nn.Module.to(plain, DTYPES[dtype or args.dtype])
-    plain.config.use_cache = True
-    return plain
+    hint = f"put the model that the run started from back at {path}"
+    return model, module, partial(load_weights, weights, trained, hint=hint)
 
 
 def _check_base(checkpoint: Path, path: str, args: ModelArgs) -> None:
@@ -206,7 +327,7 @@ def _check_base(checkpoint: Path, path: str, args: ModelArgs) -> None:
     recorded = progress.get("identity") if isinstance(progress, dict) else None
     digests = {POLICY_SETTINGS: partial(config_digest, path, trust_remote_code=args.trust_remote_code)}
     if args.freezes_weights:
-        digests[POLICY_WEIGHTS] = partial(weights_digest, path)
+        digests[POLICY_WEIGHTS] = partial(model_digest, path, map(AdapterFiles.find, args.merge_adapters))
     for name, digest in digests.items():
         if not isinstance(recorded, dict) or name not in recorded:  # up to 0.2
             logger.warning("%s does not record the %s; a change of it is not detected", checkpoint, name)

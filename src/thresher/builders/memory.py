@@ -75,6 +75,7 @@ class ModelSize:
     expert_layers: int
     adapts_experts: bool  # each forward adds the adapters to the stacked matrices
     adapted_inputs: int  # adapters of a layer that read a norm
+    dora_columns: int  # outputs of a layer's matrices whose lengths are trained
     is_llama_like: bool  # the memory-efficient layers support it
     attention_share: float  # of the layers; the others carry state, or are MLPs
 
@@ -125,6 +126,7 @@ class ModelSize:
                 name.endswith("experts.lora_A") for layer in layers for name, _ in layer.named_modules()
             ),
             adapted_inputs=sum(not name.startswith(("self_attn.o_proj", "mlp.down_proj")) for name in adapted),
+            dora_columns=sum(p.numel() for name, p in layers[0].named_parameters() if "lora_magnitude" in name),
             is_llama_like=is_llama_like(layers[0]),
             attention_share=1 - sum(kind in _WITHOUT_ATTENTION for kind in kinds) / max(1, len(kinds)),
         )
@@ -394,7 +396,9 @@ def _saved_per_row(process: Process, recompute: Recompute) -> float:
         norms += 2 * stored * size.hidden  # their normalized inputs
     # gate, up and their product; the activation unless it is computed again, and copies of the input of each expert
     mlp = compute * ((3 if is_lean else 4) * width + 3 * size.hidden * process.expert_rows)
-    return kept_input + attention + norms + mlp + (compute * queries if process.dims.cp > 1 else 0)
+    # outputs of a matrix and of its adapter, both multiplied with trained lengths
+    dora = 2 * compute * size.dora_columns
+    return kept_input + attention + norms + mlp + dora + (compute * queries if process.dims.cp > 1 else 0)
 
 
 def _pipeline_buffers(process: Process, hidden: float, in_flight: float, micro_batches: int) -> float:

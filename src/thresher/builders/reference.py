@@ -13,7 +13,13 @@ from thresher.builders.data import StoreBuilder, check_examples
 from thresher.builders.engines import compilation, device_of
 from thresher.builders.hardware import gpu_of
 from thresher.builders.inputs import RunInputs, scoring_batching
-from thresher.builders.reference_mode import ReferenceMode, initial_adapter, reference_has_workers, same_initial_weights
+from thresher.builders.reference_mode import (
+    ReferenceMode,
+    initial_adapter,
+    merged_adapters,
+    reference_has_workers,
+    same_initial_weights,
+)
 from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.data.batching.mismatched import Examples
@@ -23,7 +29,7 @@ from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config
 from thresher.observability.heartbeat import set_activity
 from thresher.reference.cache import ReferenceCache, cache_root
-from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, weights_digest
+from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, model_digest
 from thresher.reference.scorers import (
     LiveReference,
     Precomputed,
@@ -166,7 +172,7 @@ def frozen_policy_digest(inputs: RunInputs) -> str | None:
     if not config.freezes_weights:
         return None
     is_known = inputs.mode == "none" or (same_initial_weights(config) and initial_adapter(config) is None)
-    return inputs.frozen_weights if is_known else weights_digest(str(config.policy_path))
+    return inputs.frozen_weights if is_known else model_digest(str(config.policy_path), merged_adapters(config))
 
 
 def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None) -> str:

@@ -9,7 +9,7 @@ from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.losses.objective import Objective
 from thresher.models.loading.adapters import AdapterFiles
-from thresher.reference.fingerprint import weights_digest, with_adapter
+from thresher.reference.fingerprint import model_digest, with_adapter
 
 ReferenceMode = Literal["precompute", "concurrent", "adapter", "none"]
 
@@ -60,6 +60,13 @@ def initial_adapter(config: DPOConfig) -> str | None:
     return config.actor_train.model_args.adapter_name_or_path if same_initial_weights(config) else None
 
 
+def merged_adapters(config: DPOConfig, *, of_policy: bool = True) -> tuple[AdapterFiles, ...]:
+    """The adapters that are merged into the policy's model, or into the reference if that is the same model."""
+    if not of_policy and not same_initial_weights(config):
+        return ()
+    return tuple(map(AdapterFiles.find, config.actor_train.model_args.merge_adapters))
+
+
 def same_initial_weights(config: DPOConfig) -> bool:
     """Whether policy and reference start from the same model."""
     one, other = config.reference_path, config.policy_path
@@ -69,10 +76,11 @@ def same_initial_weights(config: DPOConfig) -> bool:
 def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
     """Digest the files of the weights that are not trained; None if all weights are trained."""
     if mode != "none":
-        weights, adapter = weights_digest(str(config.reference_path)), initial_adapter(config)
+        weights = model_digest(str(config.reference_path), merged_adapters(config, of_policy=False))
+        adapter = initial_adapter(config)
         return weights if adapter is None else with_adapter(weights, AdapterFiles.find(adapter))
     # checkpoints do not contain what is not trained: a resumed run must recognize it, even if no loss compares with it
-    return weights_digest(str(config.policy_path)) if config.freezes_weights else None
+    return model_digest(str(config.policy_path), merged_adapters(config)) if config.freezes_weights else None
 
 
 def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from thresher.builders.export import load_trained_model
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import reference_digest
-from thresher.builders.reference_mode import initial_adapter
+from thresher.builders.reference_mode import initial_adapter, merged_adapters
 from thresher.checkpoint.state import load_weights
 from thresher.config import DPOConfig
 from thresher.config.data import SamplesConfig
@@ -20,8 +20,9 @@ from thresher.data.tokenization.chat_template import load_template
 from thresher.engines.engine import TrainEngine
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, merge_adapter
-from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
+from thresher.models.loading.load import DTYPES, load_tokenizer
 from thresher.models.loading.location import named_model
+from thresher.models.loading.merged import load_merged
 from thresher.models.loading.trained import TrainedParts
 from thresher.reference.scorers import STEM as SYNCED
 from thresher.reference.scorers import SyncedReference
@@ -104,7 +105,8 @@ def build_judge(config: DPOConfig) -> Judge | None:
 def _load_reference(config: DPOConfig, weights: Path, *, is_synced: bool) -> PreTrainedModel:
     path = named_model(config.reference_path)
     dtype = DTYPES[config.reference_master_dtype]
-    model = load_model(path, dtype=dtype, trust_remote_code=config.trusts_reference_code)
+    adapters = merged_adapters(config, of_policy=False)
+    model = load_merged(path, adapters, dtype=dtype, trust_remote_code=config.trusts_reference_code)
     if is_synced:
         load_weights(weights, dict(model.named_parameters()), stem=SYNCED, hint="keep the reference's model in place")
     if (adapter := initial_adapter(config)) is not None:

@@ -19,7 +19,9 @@ def export(
         Path, typer.Argument(metavar="SOURCE", help="output_dir of a run (its newest checkpoint), or a checkpoint.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory to write.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: the run's compute dtype.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; default: the run's compute dtype, of adapters fp32.")
+    ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest weight file, such as 5GB; a larger tensor has its own file.")
     ] = "50GB",
@@ -29,13 +31,20 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the files of a model that is in the directory.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter/--merge", help="Export the LoRA adapter alone, or the model with it merged.")
+    ] = False,
+    merge_into: Annotated[
+        str | None,
+        typer.Option(metavar="BASE", help="Merge the adapter into a different model than the run's, with a warning."),
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow Python code from the model directory.")
     ] = False,
 ) -> None:
-    """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged."""
+    """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged, or its adapter."""
     from thresher.builders.checkpoints import read_stored
-    from thresher.builders.export import export_checkpoint
+    from thresher.builders.export import MAX_SHARD_SIZE, export_adapter, export_checkpoint
     from thresher.checkpoint.json_io import load_json
     from thresher.checkpoint.manager import best as best_checkpoint
     from thresher.checkpoint.manager import latest
@@ -43,6 +52,9 @@ def export(
     quiet_libraries()
     if dtype not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"--dtype {dtype} is unknown; use fp32, bf16 or fp16")
+    for name, value, default in (("merge-into", merge_into, None), ("max-shard-size", max_shard_size, MAX_SHARD_SIZE)):
+        if adapter and value != default:
+            raise UserError(f"--{name} has no effect with --adapter; leave one of them out")
     root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     checkpoint = source if (source / "manifest.json").is_file() else latest(root)
     if checkpoint is None:
@@ -60,12 +72,16 @@ def export(
         checkpoint = best_checkpoint(root, metric, higher_is_better=greater)
         if checkpoint is None:
             raise UserError(f"no checkpoint in {source} was evaluated, so there is no best one; leave --best out")
-    export_checkpoint(
-        checkpoint,
-        output,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        trust_remote_code=trust_remote_code,
-        overwrite=overwrite,
-    )
+    if adapter:
+        export_adapter(checkpoint, output, dtype=dtype, trust_remote_code=trust_remote_code, overwrite=overwrite)
+    else:
+        export_checkpoint(
+            checkpoint,
+            output,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
+            overwrite=overwrite,
+            merge_into=merge_into,
+        )
     logger.info("exported %s to %s", checkpoint, output)

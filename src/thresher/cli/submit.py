@@ -29,6 +29,7 @@ _NAMES_OR_PATHS = (
     "actor_train.model_args.model_name_or_path",
     "actor_train.model_args.tokenizer_name_or_path",
     "actor_train.model_args.adapter_name_or_path",
+    "actor_train.model_args.merge_adapters",
     "reference.model_args.model_name_or_path",
     "pref_loss",
     "samples.judge",

@@ -17,6 +17,11 @@ NonNegative = Annotated[float, Field(ge=0)]
 DType = Literal["fp32", "bf16", "fp16"]
 _DEVICES = "write it like `list(range(0,8))` or `[0, 1, 2, 3]`"
 _MOST_DEVICES = 1_000_000
+# settings that an adapter on disk has too
+OF_NEW_ADAPTERS = (
+    *("lora_init", "use_rslora", "use_dora", "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save"),
+    "lora_exclude",
+)
 
 
 def _split_names(value: object) -> object:
@@ -35,7 +40,7 @@ def _as_strings(value: object) -> object:
     return {key: json.dumps(each) if isinstance(each, bool | int | float) else each for key, each in value.items()}
 
 
-Prefixes = Annotated[list[str], BeforeValidator(_split_names)]
+Names = Annotated[list[str], BeforeValidator(_split_names)]
 LoraTargets = Annotated[list[str], BeforeValidator(_as_targets)]
 Environment = Annotated[dict[str, str], BeforeValidator(_as_strings)]
 # auto is stored as no value, as in checkpoints that are older than the word
@@ -72,23 +77,40 @@ class ModelArgs(Section):
     moe_aux_loss_coef: NonNegative | None = None
     """Weight of a mixture-of-experts model's load-balancing loss, over all tokens of a step; off when absent or 0.
     Costs one more forward."""
-    freeze_module_prefix: Prefixes = []
+    freeze_module_prefix: Names = []
     """Prefixes of parameters that are not trained, such as `model.embed_tokens`: a list, or joined with commas."""
     lora_rank: PositiveInt | None = None
     """Rank of the LoRA adapters; full fine-tuning when absent."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """LoRA alpha; twice the rank when absent."""
-    lora_init: Annotated[str, Field(pattern=r"^(default|pissa|pissa_niter_[1-9]\d*)$")] = "default"
+    lora_init: Annotated[str, Field(pattern=r"^(default|olora|pissa|pissa_niter_[1-9]\d*)$")] = "default"
     """`default`: the adapter starts at zero. `pissa`: it starts with the principal components of the weights, taken
-    from the frozen weights; `pissa_niter_N` approximates them in N iterations. The reference is the original model."""
+    from the frozen weights; `pissa_niter_N` approximates them in N iterations. `olora`: with a part of their QR
+    decomposition. The reference is the original model."""
+    use_rslora: bool = False
+    """Scale adapters by alpha / sqrt(rank) instead of alpha / rank."""
+    use_dora: bool = False
+    """DoRA: train the length of each row of an adapted matrix too. Needs whole rows: no tp, ZeRO-3 or Megatron-Core."""
+    lora_rank_pattern: dict[str, PositiveInt] = {}
+    """Ranks of modules whose names end with a key, which may be a regular expression, instead of lora_rank."""
+    lora_alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Alphas of modules, named as in lora_rank_pattern, instead of lora_alpha."""
+    modules_to_save: Names = []
+    """Modules that are trained whole besides the adapters: `lm_head`, or `norm` for all whose names end with it. If
+    embedding and head are tied, one name trains both. The reference has the original ones."""
     adapter_name_or_path: str | None = None
-    """LoRA adapter in PEFT's format to start from, with its rank, alpha and target. A reference of the same model has
-    it too, so margins start at 0."""
+    """LoRA adapter in PEFT's format to start from, with its settings. A reference of the same model has it too, so
+    margins start at 0."""
+    merge_adapters: Names = []
+    """LoRA adapters in PEFT's format that are merged into the model when it is loaded, in this order. A reference of
+    the same model has them too: it is the merged model."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapters; all other dropout is disabled."""
     lora_target: LoraTargets = ["all-linear"]
     """Modules that get an adapter, as a list or joined with commas; `all` means `all-linear`, without stacked experts:
     add `experts.gate_up_proj` and `experts.down_proj` for them."""
+    lora_exclude: Names = []
+    """Modules of lora_target that get no adapter."""
 
     lora_plus_ratio: Annotated[float, Field(gt=0)] | None = None
     """LoRA+: learning rate of the B factors of the adapters as a multiple of learning_rate, such as 16. fsdp2_train
@@ -110,18 +132,23 @@ class ModelArgs(Section):
                 f"freeze_module_prefix has no effect with {name}, which trains adapters only; choose their modules "
                 "with lora_target"
             )
-        if self.adapter_name_or_path is not None and self.starts_from_weights:
-            raise ValueError("lora_init has no effect with adapter_name_or_path; remove it")
+        ignored = self.non_default(*OF_NEW_ADAPTERS)
+        if self.adapter_name_or_path is not None and ignored:
+            raise ValueError(no_effect(ignored, "with adapter_name_or_path, whose settings are kept; remove {it}"))
         if self.starts_from_weights and self.master_dtype != "fp32":
             raise ValueError(f"lora_init {self.lora_init} needs master_dtype fp32: bf16 would round the weights")
-        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", "lora_init", "lora_plus_ratio")
+        if self.starts_from_weights and self.use_dora:
+            raise ValueError(
+                f"use_dora measures the weights that lora_init {self.lora_init} changes; remove one of them"
+            )
+        unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", "lora_plus_ratio", *OF_NEW_ADAPTERS)
         if not self.has_adapter and unused:
             raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))
         return self
 
     @property
     def starts_from_weights(self) -> bool:
-        """Whether the adapter starts with a part of the weights (PiSSA), which the base model then lacks."""
+        """Whether the adapter starts with a part of the weights (PiSSA, OLoRA), which the base model then lacks."""
         return self.lora_init != "default"
 
     @property
@@ -159,7 +186,7 @@ SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_wit
 class ParameterGroup(Section):
     """Parameters with a different learning rate or weight decay, by name."""
 
-    match: Annotated[Prefixes, Field(min_length=1)]
+    match: Annotated[Names, Field(min_length=1)]
     lr: Annotated[float, Field(gt=0)] | None = None
     lr_ratio: Annotated[float, Field(gt=0)] | None = None
     weight_decay: NonNegative | None = None

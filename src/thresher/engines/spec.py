@@ -7,7 +7,7 @@ it supports from them.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -23,8 +23,9 @@ from thresher.distributed.groups import Group
 from thresher.errors import UserError
 from thresher.models.layouts import Layout, transformers_attention
 from thresher.models.loading.adapters import AdapterFiles
-from thresher.models.loading.load import DTYPES, load_model, load_model_config
+from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta, build_to_share
+from thresher.models.loading.merged import MergedAdapters, load_merged
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
 
@@ -66,6 +67,7 @@ class ModelSpec(Generic[Settings]):
     trained: TrainedParts = field(default_factory=TrainedParts)
     # LoRA modules that a frozen model has
     adapter: AdapterFiles | None = None
+    merged_adapters: Sequence[AdapterFiles] = ()
 
     @property
     def is_policy(self) -> bool:
@@ -111,8 +113,29 @@ class ModelSpec(Generic[Settings]):
                     "fsdp2_train, or remove it"
                 )
 
+    def require_plain_adapters(self, where: str, hint: str, *, allows_dora: bool = False) -> None:
+        """Reject DoRA and modules that are trained whole, in a new adapter or one on disk."""
+        for each in (self.trained.lora, self.trained.adapter, self.adapter):
+            if each is not None and each.use_dora and not allows_dora:
+                raise UserError(
+                    f"actor_train.model_args.use_dora needs whole rows of the weights, which {where} splits; {hint}, "
+                    "or train without DoRA"
+                )
+            if each is not None and each.modules_to_save:
+                raise UserError(
+                    f"actor_train.model_args.modules_to_save {list(each.modules_to_save)} is not supported with "
+                    f"{where}; {hint}, or remove modules_to_save"
+                )
+
+    @cached_property
+    def merged(self) -> MergedAdapters | None:
+        """The adapters that are merged into the model when it is loaded."""
+        if not self.merged_adapters:
+            return None
+        return MergedAdapters.of(self.path, self.merged_adapters, **self._load_settings)
+
     def load(self) -> PreTrainedModel:
-        return load_model(self.path, **self._load_settings)
+        return load_merged(self.path, self.merged_adapters, **self._load_settings)
 
     def empty(self) -> PreTrainedModel:
         """The model on the meta device."""

@@ -170,7 +170,14 @@ _OWN: r.Table = {
     "dpo_norm_loss": r.lacks("use pref_loss: sigmoid_norm"),
     "precompute_ref_log_probs": r.switch("reference.mode", "precompute", off="the mode does not change numbers"),
     "adapter": r.by(lambda _, run: run.use(f"{MODEL}lora_rank"), f"{MODEL}lora_rank", note="lora or qlora"),
-    **r.lora_rules(_is_lora, "lora_r", rslora="peft_use_rslora"),
+    **r.lora_rules(
+        _is_lora,
+        "lora_r",
+        rslora="peft_use_rslora",
+        dora="peft_use_dora",
+        rank_pattern="lora_rank_pattern",
+        alpha_pattern="lora_alpha_pattern",
+    ),
     "lora_target_linear": r.by(_set_linear, f"{MODEL}lora_target", off="off"),
     "lora_target_modules": r.only_if(
         lambda run: _is_lora(run) and not run.get("lora_target_linear"),
@@ -178,8 +185,7 @@ _OWN: r.Table = {
         "LoRA is off, or lora_target_linear includes them",
         r.lora_targets,
     ),
-    "peft_use_dora": r.lacks(r.DORA),
-    "lora_modules_to_save": r.MODULES_TO_SAVE,
+    "lora_modules_to_save": r.modules_to_save(_is_lora),
     "lora_model_dir": r.ADAPTER,
     "peft_init_lora_weights": r.LORA_INIT,
     **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit gptq quantization model_quantization_config quantize_moe_experts"),
@@ -242,8 +248,7 @@ _OWN: r.Table = {
     ),
     **r.lack(
         "adapters are the same in every layer",
-        "lora_rank_pattern lora_alpha_pattern peft_layers_to_transform peft_layers_pattern peft_layer_replication "
-        "peft_trainable_token_indices",
+        "peft_layers_to_transform peft_layers_pattern peft_layer_replication peft_trainable_token_indices",
     ),
     "lora_target_parameters": r.lacks("name them in lora_target, with the modules"),
     **r.lack(r.OTHER_OPTIMIZER, "adam_beta3 adam_epsilon2 jagged_restart_steps lisa_n_layers"),

@@ -106,10 +106,10 @@ _OWN: r.Table = {
     "ref_model_adapters": r.lacks(r.REFERENCE_ADAPTER),
     **r.lack(r.QUANTIZED, "ref_model_quantization_bit quantization_bit"),
     "finetuning_type": r.lora_switch("full or lora", full="full"),
-    **r.lora_rules(_is_lora, "lora_rank", targets="lora_target", rslora="use_rslora"),
-    "use_dora": r.lacks(r.DORA),
-    "additional_target": r.lacks(r.TRAINED_MODULES),
-    "adapter_name_or_path": r.ADAPTER,
+    **r.lora_rules(_is_lora, "lora_rank", targets="lora_target", rslora="use_rslora", dora="use_dora"),
+    "additional_target": r.modules_to_save(_is_lora),
+    "adapter_name_or_path": r.ADAPTERS,
+    "create_new_adapter": r.part_of("adapter_name_or_path", f"{MODEL}merge_adapters"),
     "pissa_init": r.by(_set_pissa, f"{MODEL}lora_init", off="off"),
     "pissa_iter": r.part_of("pissa_init", f"{MODEL}lora_init"),
     **r.kept(MODEL, "trust_remote_code"),
@@ -146,7 +146,7 @@ TABLE: r.Table = {**_OWN, **huggingface.TABLE, **_OWN}
 # options of other stages, tuners, optimizers and engines besides loading, kernels, packing, caches and trackers
 NEUTRAL = f"""{huggingface.NEUTRAL}
 adapter_folder apollo_* asft_alpha audio_* badam_* block_diag_attn buffer_size cache_dir compute_accuracy compute_dtype
-create_new_adapter crop_to_patches data_shared_file_system device_map double_quantization eaft_alpha
+crop_to_patches data_shared_file_system device_map double_quantization eaft_alpha
 enable_liger_kernel enable_torch_profiler eval_num_beams eval_on_each_dataset export_* fp8_* freeze_extra_modules
 freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower galore_* hf_hub_token
 hyper_parallel_* ignore_pad_token_for_loss image_* include_effective_tokens_per_second infer_backend infer_dtype

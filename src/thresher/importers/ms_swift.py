@@ -133,10 +133,14 @@ _OWN: r.Table = {
     "adapters": r.ADAPTER,
     **dict.fromkeys(_TUNER_KEYS, r.lora_switch("full or lora", full="full")),
     **r.lora_rules(
-        _is_lora, "lora_rank", targets="target_modules", parameters="target_parameters", rslora="use_rslora"
+        _is_lora,
+        "lora_rank",
+        targets="target_modules",
+        parameters="target_parameters",
+        rslora="use_rslora",
+        dora="use_dora",
     ),
-    "use_dora": r.lacks(r.DORA),
-    "modules_to_save": r.MODULES_TO_SAVE,
+    "modules_to_save": r.modules_to_save(_is_lora),
     "target_regex": r.lacks("adapters are on named modules"),
     "init_weights": r.LORA_INIT,
     "lora_bias": r.lacks("biases are not trained", "none"),

@@ -277,7 +277,7 @@ IMPORTED: r.Table = {
     **{f"{role}model_args.attn_implementation": _attention(role) for role in _ROLES},
     f"{MODEL}lora_target": r.by(_set_lora, f"{MODEL}lora_target", f"{MODEL}lora_rank"),
     f"{MODEL}lora_rank": r.part_of("lora_target", f"{MODEL}lora_rank"),
-    f"{MODEL}additional_target": r.lacks(r.TRAINED_MODULES),
+    f"{MODEL}additional_target": r.modules_to_save(lambda run: run.get(f"{MODEL}lora_target")),
     f"{MODEL}moe_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
     f"{MODEL}model_config_kwargs": r.lacks("change the model's config.json"),
     f"{DATA}template": r.choice(f"{DATA}template", _TEMPLATES, lacks=r.NAMED_TEMPLATE),

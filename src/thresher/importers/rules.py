@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -26,8 +26,6 @@ NAMED_TEMPLATE = "there is no template of this name here; the tokenizer's own te
 WRITE_TEMPLATE = f"write the template to a file and set {DATA}template to its path"
 MIXED = "datasets cannot be weighted or sampled; every row is used once per epoch"
 REFERENCE_ADAPTER = "the reference cannot have its own adapter; merge it into the model first"
-DORA = "DoRA is not supported; plain LoRA is used"
-TRAINED_MODULES = "modules besides the LoRA adapters cannot be trained"
 FROZEN = "parameters are frozen by name prefix only; set freeze_module_prefix"
 OTHER_METHOD = "this is not preference training"
 OTHER_OPTIMIZER = (
@@ -291,19 +289,19 @@ def lora_rules(
     dropout: str = "lora_dropout",
     targets: str = "",
     parameters: str = "",
-    rslora: str = "",
+    **kinds: str,
 ) -> Table:
-    """Make the rules for a LoRA adapter from the trainer's names of its settings."""
+    """Make the rules for a LoRA adapter from the trainer's names of its settings.
 
-    def scaled(value: Any, run: Translation) -> float:
-        if not (rslora and run.get(rslora)):
-            return float(value) if isinstance(value, float) and value % 1 else int(value)
-        run.note("rsLoRA scales by alpha / sqrt(rank), so alpha is multiplied by sqrt(rank)")
-        return float(value) * math.sqrt(float(run.get(rank)))
+    kinds: of the settings in `_KINDS`, whose values are copied.
+    """
+
+    def number(value: Any, _: Translation) -> float:
+        return float(value) if isinstance(value, float) and value % 1 else int(value)
 
     rules = {
         rank: only_if(is_lora, f"{MODEL}lora_rank", "LoRA is off"),
-        alpha: only_if(is_lora, f"{MODEL}lora_alpha", "LoRA is off", scaled),
+        alpha: only_if(is_lora, f"{MODEL}lora_alpha", "LoRA is off", number),
         dropout: only_if(is_lora, f"{MODEL}lora_dropout", "LoRA is off"),
     }
 
@@ -315,7 +313,36 @@ def lora_rules(
         rules[targets] = only_if(is_lora, f"{MODEL}lora_target", "LoRA is off", all_targets)
     if parameters:
         rules[parameters] = part_of(targets, f"{MODEL}lora_target")
-    return rules | ({rslora: part_of(alpha, f"{MODEL}lora_alpha")} if rslora else {})
+    return rules | {
+        key: replace(only_if(is_lora, f"{MODEL}{_KINDS[kind]}", "LoRA is off"), off="off")
+        for kind, key in kinds.items()
+    }
+
+
+_KINDS = {
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
+    "exclude": "lora_exclude",
+}
+
+
+def modules_to_save(is_lora: Callable[[Translation], Any]) -> Rule:
+    """Train modules whole besides the adapters."""
+
+    def function(value: Any, run: Translation) -> None:
+        names = [name for name in lora_targets(value, run) if name != "score"]
+        if not is_lora(run):
+            run.ignore("LoRA is off")
+        elif not names:
+            run.ignore("the head of a reward model is trained anyway")
+        else:
+            run.set(f"{MODEL}modules_to_save", names)
+            if any(name.endswith(("embed_tokens", "lm_head")) for name in names):
+                run.note("of a model that ties them, embedding and head stay tied and are both trained")
+
+    return by(function, f"{MODEL}modules_to_save", off="off")
 
 
 def lora_plus(is_lora: Callable[[Translation], Any]) -> Rule:
@@ -348,24 +375,32 @@ def lora_switch(note: str, *, full: str | None = None) -> Rule:
 def _set_lora_init(value: Any, run: Translation) -> None:
     if value is True or value in ("true", "default", "True"):
         run.ignore("the default")
-    elif isinstance(value, str) and value.startswith("pissa"):
+    elif isinstance(value, str) and (value == "olora" or value.startswith("pissa")):
         run.set(f"{MODEL}lora_init", value)
     else:
-        run.lacks("LoRA starts at zero or with PiSSA; other initializations are not supported")
+        run.lacks("LoRA starts at zero, with PiSSA or OLoRA; other initializations are not supported")
 
 
-def _set_adapter(value: Any, run: Translation) -> None:
+def _set_adapter(value: Any, run: Translation, *, is_new: str = "") -> None:
     paths = [path.strip() for path in value.split(",")] if isinstance(value, str) else list(value)
+    if is_new:
+        merged = paths if run.get(is_new) else paths[:-1]
+        paths = paths[len(merged) :]
+        if merged:
+            run.set(f"{MODEL}merge_adapters", merged)
+            run.note("the reference is the merged model")
     if len(paths) == 1:
         run.set(f"{MODEL}adapter_name_or_path", paths[0])
         run.note("the reference starts from the adapter too")
-    else:
-        run.lacks("training starts from one adapter; merge the others into the model first")
+    elif paths:
+        run.lacks("training starts from one adapter; name the others in actor_train.model_args.merge_adapters")
 
 
-# `score` is the head of a reward model, which is trained anyway; other models have none
-MODULES_TO_SAVE = lacks(TRAINED_MODULES, "score", ["score"])
-LORA_INIT = by(_set_lora_init, f"{MODEL}lora_init", note="pissa and pissa_niter_N")
+LORA_INIT = by(_set_lora_init, f"{MODEL}lora_init", note="olora, pissa and pissa_niter_N")
+# the last adapter is continued, unless a new one is created, and the others are merged
+ADAPTERS = by(
+    partial(_set_adapter, is_new="create_new_adapter"), f"{MODEL}adapter_name_or_path", f"{MODEL}merge_adapters"
+)
 ADAPTER = by(_set_adapter, f"{MODEL}adapter_name_or_path", note="the reference starts from the adapter too")
 
 

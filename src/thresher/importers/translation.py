@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+from thresher.config.roles import OF_NEW_ADAPTERS
+
 MODEL = "actor_train.model_args."
 TRAINING = "actor_train.training_args."
 DATA = "actor_train.data_args."
@@ -279,6 +281,7 @@ class Translation:
                     self._flat.setdefault(f"validation.data_args.{name}", self.value(f"{DATA}{name}"))
         has_adapter = self.value(f"{MODEL}adapter_name_or_path") is not None
         uses_lora = has_adapter or self.value(f"{MODEL}lora_rank") is not None
+        of_new = " ".join(OF_NEW_ADAPTERS)
         schedule, warmup = self.value(f"{TRAINING}lr_scheduler_type"), self.value(f"{TRAINING}warmup_steps")
         batch, trackers = self.value(f"{TRAINING}global_batch_size"), set(self.value("track_with") or ())
         is_evaluated = self.value(EVAL_FILES) or self.value(EVAL_SPLIT)
@@ -286,9 +289,9 @@ class Translation:
             "eval_strategy eval_steps eval_on_start metric_for_best_model greater_is_better samples.num_prompts"
         )
         for is_unused, section, names, note in (
-            (has_adapter, MODEL, "lora_rank lora_alpha lora_target lora_init", "read from the adapter"),
+            (has_adapter, MODEL, f"lora_rank lora_alpha lora_target {of_new}", "read from the adapter"),
             (uses_lora, MODEL, "freeze_module_prefix", "LoRA trains adapters only"),
-            (not uses_lora, MODEL, "lora_alpha lora_dropout lora_target lora_init", "LoRA is off"),
+            (not uses_lora, MODEL, f"lora_alpha lora_dropout lora_target {of_new}", "LoRA is off"),
             (schedule == "constant", TRAINING, "warmup_steps warmup_ratio", _NO_WARMUP),
             (warmup, TRAINING, "warmup_ratio", "warmup_steps takes precedence"),
             (self.value(f"{TRAINING}warmup_ratio") and not warmup, TRAINING, "warmup_steps", "warmup_ratio is set"),

@@ -152,10 +152,14 @@ TABLE: r.Table = {
     "precompute_ref_batch_size": r.to("reference.infer_batch_size"),
     "use_peft": r.lora_switch("read with `lora_r`"),
     **r.lora_rules(
-        _is_lora, "lora_r", targets="lora_target_modules", parameters="lora_target_parameters", rslora="use_rslora"
+        _is_lora,
+        "lora_r",
+        targets="lora_target_modules",
+        parameters="lora_target_parameters",
+        rslora="use_rslora",
+        dora="use_dora",
     ),
-    "use_dora": r.lacks(r.DORA),
-    "lora_modules_to_save": r.MODULES_TO_SAVE,
+    "lora_modules_to_save": r.modules_to_save(_is_lora),
     **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit"),
     **dict.fromkeys(("dtype", "torch_dtype"), r.by(_set_weight_dtype, f"{MODEL}dtype", f"{MODEL}master_dtype")),
     **r.kept(MODEL, "attn_implementation trust_remote_code pad_token"),

@@ -16,10 +16,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -119,9 +119,20 @@ def weights_digest(path: str) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def with_adapter(weights: str, adapter: AdapterFiles) -> str:
+def model_digest(path: str, merged: Iterable[AdapterFiles]) -> str:
+    """Digest every tensor of a model, and of the adapters that are merged into it."""
+    return reduce(partial(with_adapter, is_merged=True), merged, weights_digest(path))
+
+
+def with_adapter(weights: str, adapter: AdapterFiles, *, is_merged: bool = False) -> str:
     """Digest weights together with the tensors and settings of a LoRA adapter."""
-    content = {"weights": weights, "adapter": _digest_file(adapter.weights), "settings": dict(adapter.settings)}
+    content: dict[str, object] = {
+        "weights": weights,
+        "adapter": _digest_file(adapter.weights),
+        "settings": dict(adapter.settings),
+    }
+    if is_merged:  # sums round differently
+        content["merged"] = True
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -120,6 +120,7 @@ class Case:
     param_groups: tuple[tuple[str, float], ...] = ()  # names and ratios of learning rates
     lora_rank: int | None = None
     lora_target: tuple[str, ...] = ("all-linear",)
+    lora_options: tuple[tuple[str, Any], ...] = ()
     engine: TestedEngine | None = None  # None: the native one
 
     def __str__(self) -> str:
@@ -168,7 +169,11 @@ class Case:
 
     @property
     def trained(self) -> TrainedParts:
-        lora = None if self.lora_rank is None else LoraSettings(self.lora_rank, None, self.lora_target)
+        lora = (
+            None
+            if self.lora_rank is None
+            else LoraSettings(self.lora_rank, None, self.lora_target, **dict(self.lora_options))
+        )
         return TrainedParts(lora=lora, frozen_prefixes=self.frozen)
 
     @property

@@ -214,6 +214,8 @@ _EP = (
     ParallelDims(pp=2, dp_shard=2, ep=2),
     ParallelDims(dp_shard=4, ep=4),
 )
+DORA = (("use_dora", True), ("use_rslora", True))
+TRAINED_WHOLE = (*DORA, ("modules_to_save", ("lm_head", "embed_tokens", "norm")))
 # not supported by the oracle: compared with the native engine in one process
 AGAINST_ONE_PROCESS = [
     Case(ParallelDims(dp_shard=2), loss="aot", also="a loss that couples pairs"),
@@ -261,6 +263,26 @@ AGAINST_ONE_PROCESS = [
             *((sizes, "qwen3_moe") for sizes in _EP),
             (ParallelDims(dp_shard=2, ep=2), "gpt_oss"),
         )
+    ),
+    *(
+        Case(sizes, family="qwen2", lora_rank=4, lora_options=TRAINED_WHOLE, also="DoRA, modules trained whole")
+        for sizes in (ParallelDims(dp_shard=2), ParallelDims(dp_replicate=2), ParallelDims(cp=2))
+    ),
+    Case(
+        ParallelDims(dp_shard=2),
+        zero_stage=1,
+        lora_rank=4,
+        lora_options=TRAINED_WHOLE,
+        also="DoRA, modules trained whole, zero_stage 1",
+    ),
+    Case(ParallelDims(pp=2), lora_rank=4, lora_options=DORA, also="DoRA"),
+    Case(
+        ParallelDims(dp_shard=2, ep=2),
+        family="qwen3_moe",
+        lora_rank=4,
+        lora_target=("q_proj", "o_proj"),
+        lora_options=DORA,
+        also="DoRA",
     ),
     *(
         Case(sizes, optim=optim, also=f"optim {optim}")

@@ -184,7 +184,7 @@ def _load_model(
         def partition(module: nn.Module) -> None:
             deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=torch.float32)
 
-        load_modules(model, spec.path, device, partition)
+        load_modules(model, spec.path, device, partition, spec.merged)
     if is_partitioned:
         # ZeRO-3 requires that all ranks call the same modules in the same order. The experts of transformers are in
         # stacked matrices. Without a grouped matrix product for them, as in LongCat-Flash, the activation is called

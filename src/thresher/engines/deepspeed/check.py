@@ -55,6 +55,7 @@ def check(spec: ModelSpec[ZeroSettings]) -> None:
             "partitions; use zero_stage 2, or lora_init=default"
         )
     if stage == 3:
+        spec.require_plain_adapters("zero_stage 3", "use zero_stage 2")
         find_files_to_shard(spec.path)
     for key, value, thresher_key, expected in _shared_settings(spec):
         if not _agrees(value, expected):

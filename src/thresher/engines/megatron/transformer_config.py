@@ -55,6 +55,12 @@ def check(spec: ModelSpec[MegatronSettings]) -> None:
             f"{spec.layout.name}, and context parallelism needs packed rows; remove context_parallel_size, or use "
             "layout=shared or layout=packed"
         )
+    spec.require_plain_adapters("megatron_train", "use fsdp2_train")
+    if spec.merged_adapters:
+        raise UserError(
+            "actor_train.model_args.merge_adapters is not supported with megatron_train; merge the adapters with "
+            "PEFT's merge_and_unload and save that model"
+        )
     if spec.trained.has_adapter:
         _check_adapters(spec.trained, shape, settings.tensor_model_parallel_size)
 

@@ -140,7 +140,7 @@ def _load_and_parallelize(
         model = spec.empty()
         module = prepare(model)
         mesh = Mesh.create(axis_sizes(settings, world.size), spec.device)
-        parallel = parallelize(model, spec.shards_path, mesh, settings, spec.compute_dtype, spec.device)
+        parallel = parallelize(model, spec.shards_path, mesh, settings, spec.compute_dtype, spec.device, spec.merged)
         return model, module, parallel
     parallel = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
     # replicas with a process group read the files together, if they can
@@ -151,7 +151,7 @@ def _load_and_parallelize(
     if shared is None:
         module = spec.move(module)
     else:
-        load_local_shards(model, spec.path, spec.device, replicas=world)
+        load_local_shards(model, spec.path, spec.device, replicas=world, merged=spec.merged)
     return model, module, parallel
 
 

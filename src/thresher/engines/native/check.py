@@ -54,6 +54,8 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
         return
     find_files_to_shard(spec.path)
     check_axes(settings, spec.world.size, spec.section, spec.model_config, spec.layout)
+    for name in settings.non_default("tp_size", "pp_size", "ep_size"):
+        spec.require_plain_adapters(name, f"remove {name}", allows_dora=name != "tp_size")
     if settings.sequence_parallel:
         reason = why_not_sequence_parallel(spec.model_config, spec.layout, has_lora=lora is not None)
         if reason is not None:

@@ -149,7 +149,9 @@ def _outer_groups(model: PreTrainedModel, zero_stage: int) -> list[_Group]:
     The backward of an embedding reads no weight. The head's backward follows its forward, so it stays gathered.
     """
     embedding, head = model.get_input_embeddings(), head_of(model)
-    has_embedding, has_head = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
+    # a trained copy of them belongs to the same group
+    has_embedding = isinstance(getattr(embedding, "original_module", embedding), nn.Embedding)
+    has_head = isinstance(getattr(head, "original_module", head), nn.Linear)
     if has_embedding and has_head and embedding.weight is head.weight:
         return [_Group([embedding, head], reshards_after_forward=False, is_rounded=False)]
     groups = []

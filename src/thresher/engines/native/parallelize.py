@@ -24,7 +24,7 @@ from thresher.engines.native.expert_parallel import split_experts
 from thresher.engines.native.fsdp import GradientSync, apply_fsdp
 from thresher.engines.native.tensor_parallel import apply_tensor_parallel
 from thresher.errors import UserError
-from thresher.models.loading.load_sharded import allocate, load_local_shards
+from thresher.models.loading.load_sharded import Merged, allocate, load_local_shards
 from thresher.models.pipeline_chunk import (
     Chunk,
     IdentityModule,
@@ -108,6 +108,7 @@ def parallelize(
     settings: FSDP2Settings,
     compute_dtype: torch.dtype,
     device: torch.device,
+    merged: Merged | None = None,
 ) -> ParallelContext:
     """Parallelize a model on the meta device along every dimension of a mesh, outermost first; load the local shards.
 
@@ -130,7 +131,8 @@ def parallelize(
     if path is None:
         allocate(model, device, weights_on=weights_on)
     else:
-        load_local_shards(model, path, device, weights_on=weights_on, replicas=mesh.group("dp_replicate"))
+        replicas = mesh.group("dp_replicate")
+        load_local_shards(model, path, device, weights_on=weights_on, replicas=replicas, merged=merged)
     return ParallelContext(
         dp_group=mesh.data_parallel_group(),
         context_parallel=mesh.context_parallel(),

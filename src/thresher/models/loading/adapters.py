@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from transformers import PreTrainedModel
 
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
-from thresher.models.loading.load_sharded import copy_shard
-from thresher.models.loading.weight_files import find_file, missing_tensor, open_safetensors
+from thresher.models.loading.load_sharded import copy_shard, retie
+from thresher.models.loading.weight_files import find_file, is_of_adapter, missing_tensor, open_safetensors
 from thresher.models.pipeline_chunk import head_of
 
 _ALL_LINEAR = "all-linear"
@@ -29,9 +31,11 @@ APPLIED = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "layers_pattern", "fan_in_fan_out", "target_parameters"),
 )
+# applied too; stored only if they are set, so that the digests of older adapters stay the same
+_APPLIED_IF_SET = ("use_dora", "modules_to_save", "ensure_weight_tying")
 # settings that change what an adapter computes, and are not applied
 _NOT_APPLIED = (
-    *("modules_to_save", "use_dora", "trainable_token_indices", "layer_replication", "lora_bias"),
+    *("trainable_token_indices", "layer_replication", "lora_bias"),
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
     "velora_config",
 )
@@ -42,7 +46,7 @@ class AdapterFiles:
     """A PEFT LoRA adapter on disk, whose tensors are read whole or in slices."""
 
     path: str
-    settings: Mapping[str, Any]  # `APPLIED`, as far as its config has them
+    settings: Mapping[str, Any]  # what is applied, as far as its config has it
     weights: Path
 
     @classmethod
@@ -71,7 +75,17 @@ class AdapterFiles:
                 f"the adapter {path} was initialized with {starts}, which changed the base weights; merge it with "
                 "PEFT, or convert it with path_initial_model_for_weight_conversion of save_pretrained"
             )
-        return cls(path, {name: values[name] for name in APPLIED if values.get(name) is not None}, weights)
+        settings = {name: values[name] for name in APPLIED if values.get(name) is not None}
+        settings |= {name: values[name] for name in _APPLIED_IF_SET if values.get(name)}
+        return cls(path, settings, weights)
+
+    @property
+    def use_dora(self) -> bool:
+        return bool(self.settings.get("use_dora"))
+
+    @property
+    def modules_to_save(self) -> Sequence[str]:
+        return self.settings.get("modules_to_save") or ()
 
     def check_settings(self, *, rank: int | None, alpha: float | None, target: Sequence[str] | None) -> None:
         """Reject run settings that contradict the adapter; None: not set."""
@@ -96,7 +110,9 @@ class AdapterFiles:
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
         """Copy this process's shard of every tensor; the adapter must have exactly the model's tensors."""
-        parameters = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+        # tied ones are stored under each of their names
+        named = model.named_parameters(remove_duplicate=False)
+        parameters = {name: parameter for name, parameter in named if is_of_adapter(name)}
         for name, stored in self.tensors(parameters).items():
             copy_shard(stored, parameters[name], self.path, _stored_name(name))
 
@@ -120,7 +136,9 @@ class AdapterFiles:
 
 
 def _stored_name(name: str) -> str:
-    return f"base_model.model.{name.replace('.default', '')}"
+    for part in (".modules_to_save.default", ".default"):
+        name = name.replace(part, "")
+    return f"base_model.model.{name.replace('.lora_magnitude_vector.weight', '.lora_magnitude_vector')}"
 
 
 @dataclass(frozen=True)
@@ -130,13 +148,20 @@ class LoraSettings:
     rank: int
     alpha: float | None  # None: twice the rank
     target: Sequence[str]
-    # `pissa` or `pissa_niter_N` moves the principal components of the weights into the adapters (2404.02948); the same
-    # weights give the same components, so a checkpoint of the adapters needs no copy of the rest
+    # `pissa` or `pissa_niter_N` moves the principal components of the weights into the adapters (2404.02948), `olora`
+    # a part of their QR decomposition (2406.01775); the same weights give the same parts, so a checkpoint of the
+    # adapters needs no copy of the rest
     init: str = "default"
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: Sequence[str] = ()
+    exclude: Sequence[str] = ()
 
     @property
     def starts_from_weights(self) -> bool:
-        """Whether the adapter starts with a part of the weights (PiSSA), which the base model then lacks."""
+        """Whether the adapter starts with a part of the weights (PiSSA, OLoRA), which the base model then lacks."""
         return self.init != "default"
 
 
@@ -159,6 +184,10 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
     _check_dropout(parameters, dropout)
     if parameters and lora.starts_from_weights:
         raise UserError(f"lora_init {lora.init} cannot decompose {parameters[0]}; use the default, or remove the name")
+    for name, ends, whole in (("lora_exclude", lora.exclude, True), ("modules_to_save", lora.modules_to_save, False)):
+        # as PEFT matches them
+        if unmatched := [end for end in ends if not _is_end_of_a_name(end, model.named_modules(), whole=whole)]:
+            raise UserError(f"{name} {unmatched} matches no module of this model; correct the name, or remove it")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
@@ -166,12 +195,33 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
         target_modules=_ALL_LINEAR if _ALL_LINEAR in target else modules,
         target_parameters=parameters or None,
         task_type=None if hasattr(model, "score") else "CAUSAL_LM",
-        exclude_modules=["score"] if hasattr(model, "score") else None,
+        exclude_modules=[*lora.exclude, *(["score"] if hasattr(model, "score") else [])] or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+        modules_to_save=list(lora.modules_to_save) or None,
+        ensure_weight_tying=_ties(model, lora.modules_to_save),
         init_lora_weights=lora.init if lora.starts_from_weights and not next(model.parameters()).is_meta else True,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # for pissa_niter_N, which draws a random subspace
-        return _attach(model, config, target)
+        adapted = _attach(model, config, target)
+    adapters = [name for name, module in adapted.named_modules() if hasattr(module, "lora_A")]
+    for key in (*lora.rank_pattern, *lora.alpha_pattern):
+        if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapters):
+            raise UserError(
+                f"the key {key} of lora_rank_pattern or lora_alpha_pattern matches no adapter; correct or remove it"
+            )
+    return adapted
+
+
+def _ties(model: PreTrainedModel, modules_to_save: Sequence[str]) -> bool:
+    """Whether modules that are trained whole share their matrix, which then stays shared."""
+    ends = {each: each.weight for each in (model.get_input_embeddings(), head_of(model))}
+    named = [name for name, module in model.named_modules() if module in ends]
+    is_tied = len(ends) == 2 and len(set(ends.values())) == 1
+    return is_tied and any(name.endswith(end) for name in named for end in modules_to_save)
 
 
 def _check_dropout(parameters: Sequence[str], dropout: float) -> None:
@@ -179,8 +229,9 @@ def _check_dropout(parameters: Sequence[str], dropout: float) -> None:
         raise UserError(f"lora_dropout is {dropout}, which {parameters[0]} cannot have; set it to 0")
 
 
-def _is_end_of_a_name(end: str, named: Iterable[tuple[str, Any]]) -> bool:
-    return any(f".{name}".endswith(f".{end}") for name, _ in named)
+def _is_end_of_a_name(end: str, named: Iterable[tuple[str, Any]], *, whole: bool = True) -> bool:
+    """whole: of a name between dots, such as `proj` is not of `q_proj`."""
+    return any(f".{name}".endswith(f".{end}" if whole else end) for name, _ in named)
 
 
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: float = 0.0) -> nn.Module:
@@ -188,9 +239,13 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: fl
     from peft import LoraConfig
 
     _check_dropout(adapter.settings.get("target_parameters") or (), dropout)
-    config = LoraConfig(
-        **adapter.settings, lora_dropout=dropout, task_type=None if hasattr(model, "score") else "CAUSAL_LM"
-    )
+    settings = copy.deepcopy(dict(adapter.settings))  # PEFT appends to lists
+    if _ties(model, adapter.modules_to_save) and not settings.get("ensure_weight_tying"):
+        raise UserError(
+            f"the adapter {adapter.path} trains embedding and head of a model that ties them apart from each other; "
+            "merge it into the model with PEFT's merge_and_unload and train a new adapter"
+        )
+    config = LoraConfig(**settings, lora_dropout=dropout, task_type=None if hasattr(model, "score") else "CAUSAL_LM")
     return _attach(model, config, [str(adapter.settings.get("target_modules"))])
 
 
@@ -202,14 +257,46 @@ def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Mo
         with warnings.catch_warnings():  # PEFT adds patterns for experts as modules, which may then match nothing
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
+    except TypeError as error:  # of a module that is trained whole
+        raise UserError(f"modules_to_save {config.modules_to_save} is not possible: {error}; name others") from error
     except ValueError as error:
+        if config.use_dora and config.target_parameters:
+            raise UserError(
+                f"use_dora does not support the stacked experts {', '.join(config.target_parameters)}; name the other "
+                "modules in lora_target"
+            ) from error
+        if "excluded" in str(error):
+            raise UserError(
+                f"lora_exclude and modules_to_save leave nothing of lora_target {list(target)}; remove one of them"
+            ) from error
         if "incompatible" in str(error):  # kernels of Mamba layers would leave out an adapter on `out_proj`
             raise UserError(f"lora_target {list(target)} is not possible: {error}") from error
         raise UserError(_matches_nothing(model, target)) from error
     # logps use the head's weight directly, so an adapter on it would never be trained
     if any("lora_" in name for name, _ in head_of(model).named_parameters()):
         raise UserError(f"lora_target {list(target)} matches the LM head, which cannot have an adapter; exclude it")
+    named: list[tuple[str, Any]] = list(adapted.named_modules())
+    for name, module in named:
+        if hasattr(module, "original_module") and any("lora_" in inner for inner, _ in module.named_parameters()):
+            raise UserError(f"{name} is in modules_to_save and has adapters; name it in lora_exclude, or remove it")
+        if len(getattr(module, "lora_magnitude_vector", ())):
+            if not isinstance(module.base_layer, nn.Linear):
+                raise UserError(f"use_dora supports linear modules only, which {name} is not; exclude it")
+            module.lora_magnitude_vector["default"].get_weight_norm = _row_norms
+    if config.ensure_weight_tying:
+        retie(model)
     return adapted
+
+
+@torch.no_grad()
+def _row_norms(weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: object = None) -> Tensor:  # noqa: ARG001
+    """Norms of the rows of an adapted matrix, for DoRA (2402.09353), in fp32.
+
+    PEFT rounds them to the dtype of the weights. In bf16 they would not cancel the magnitudes of a new adapter.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(weight.to(dtype) + scaling * lora_weight.to(dtype), dim=1)
+    return norms
 
 
 def default_lora_target(model_type: str) -> list[str]:
@@ -227,12 +314,22 @@ def _matches_nothing(model: nn.Module, target: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def init_adapters(model: nn.Module, seed: int) -> None:
-    """Initialize adapters; the initial output equals the base model's."""
+def init_adapters(model: nn.Module, seed: int, *, keeps_factors: bool = False) -> None:
+    """Initialize adapters; the initial output equals the base model's. keeps_factors: they have their values."""
     # each tensor's generator is seeded by its name, so values do not depend on how the model is sharded
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name and ".lora_magnitude_vector." not in name and not keeps_factors:
             to_local(parameter).copy_(initial_values(name, parameter.shape, seed)[local_slices(parameter)])
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if len(getattr(module, "lora_magnitude_vector", ())):
+            # both shards have the same rows
+            magnitudes, weight = module.lora_magnitude_vector["default"].weight, to_local(module.base_layer.weight)
+            to_local(magnitudes).copy_(_row_norms(weight, weight.new_zeros(()), 1.0))
+        if hasattr(module, "original_module"):
+            original = module.original_module.parameters()
+            for copied, initial in zip(module.modules_to_save.parameters(), original, strict=True):
+                to_local(copied).copy_(to_local(initial))
 
 
 def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:

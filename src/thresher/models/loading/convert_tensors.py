@@ -24,7 +24,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from thresher.distributed.tensors import to_local
 from thresher.errors import UserError
 from thresher.models.loading.load import REWARD_HEAD
-from thresher.models.loading.weight_files import missing_tensor, wrong_shape
+from thresher.models.loading.weight_files import is_of_adapter, missing_tensor, wrong_shape
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of a layer, then of an expert
 
@@ -40,7 +40,7 @@ def convert_shards(model: PreTrainedModel, stored: Mapping[str, Any], path: str,
     with _without_adapters(model):
         report, _ = convert_and_load_state_dict_in_model(model, dict(stored), settings)
         _check_report(report, model, path)
-    model.tie_weights()
+        model.tie_weights()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained[name])
 
@@ -113,7 +113,7 @@ def _needed(model: PreTrainedModel, missing: set[str]) -> Iterator[str]:
     """Yield the missing tensors that are neither tied, nor optional, nor of an adapter."""
     optional = model._keys_to_ignore_on_load_missing or ()
     for name in sorted(missing - model.all_tied_weights_keys.keys()):
-        if ".lora_" not in name and not any(re.search(pattern, name) for pattern in optional):
+        if not is_of_adapter(name) and not any(re.search(pattern, name) for pattern in optional):
             yield name
 
 
@@ -125,10 +125,11 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
         for parent in model.modules()
         if not hasattr(parent, "base_layer")
         for name, child in parent.named_children()
-        if hasattr(child, "base_layer")
+        if hasattr(child, "base_layer") or hasattr(child, "original_module")
     ]
     for parent, name, child in wrapped:
-        parent._modules[name] = child.get_base_layer()  # type: ignore[operator]
+        inner: Any = child.get_base_layer() if hasattr(child, "base_layer") else child.original_module  # type: ignore[operator]
+        parent._modules[name] = inner
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.run_on_all import divide_by_size, run_on_all
 from thresher.distributed.tensors import local_slices, to_local
+from thresher.errors import UserError
 from thresher.models.loading.convert_tensors import check_conversion, convert_shards
 from thresher.models.loading.load import (
     REWARD_HEAD,
@@ -37,10 +38,13 @@ from thresher.models.loading.weight_files import (
     find_files_to_shard,
     find_weight_files,
     has_plain_tensors,
+    is_of_adapter,
     missing_tensor,
+    name_in_files,
     open_safetensors,
     wrong_shape,
 )
+from thresher.models.pipeline_chunk import head_of
 
 # rows of tied matrices to compare: a few hundred MB at most
 _ROWS_AT_ONCE = 4096
@@ -143,7 +147,18 @@ def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.
     """Give parameters on the meta device memory on `weights_on` or the device, and move buffers to the device."""
     home = weights_on or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
-    model.tie_weights()  # allocating a tied parameter made two of it
+    retie(model)  # allocating a tied parameter made two of it
+
+
+def retie(model: PreTrainedModel) -> None:
+    """Tie embedding and head again, and their trained copies if an adapter has them."""
+    embedding: Any = model.get_input_embeddings()
+    head = head_of(model)
+    if not (hasattr(embedding, "original_module") and hasattr(head, "original_module")):
+        model.tie_weights()
+    elif model.all_tied_weights_keys:
+        head.original_module.weight = embedding.original_module.weight
+        head.modules_to_save["default"].weight = embedding.modules_to_save["default"].weight
 
 
 def load_local_shards(
@@ -153,20 +168,22 @@ def load_local_shards(
     *,
     weights_on: torch.device | None = None,
     replicas: Group = SINGLE_PROCESS,
+    merged: Merged | None = None,
 ) -> None:
-    """Allocate every parameter and fill its local shard; `init_adapters` sets adapters.
+    """Allocate every parameter and fill its local shard; `init_adapters` sets adapters, `merged` ones are added.
 
     Each tensor is read by one of the `replicas`, which hold the same shards, unless transformers must convert it.
     """
     allocate(model, device, weights_on=weights_on)
     if not stores_every_parameter(model, path):
-        slices = SafetensorsReader(path, model.all_tied_weights_keys).slices()
+        slices = SafetensorsReader(path, model.all_tied_weights_keys, merged=merged).slices()
         run_on_all(replicas, lambda: convert_shards(model, slices, path, weights_on or device), "load the model")
         return
 
     def read() -> list[tuple[Tensor, int]]:
-        reader = SafetensorsReader(path, model.all_tied_weights_keys, compares_tied=replicas.rank == 0)
-        named = [(_stored_name(name), each) for name, each in model.named_parameters() if ".lora_" not in name]
+        tied = model.all_tied_weights_keys
+        reader = SafetensorsReader(path, tied, compares_tied=replicas.rank == 0, merged=merged)
+        named = [(name_in_files(name), each) for name, each in model.named_parameters() if not is_of_adapter(name)]
         stored = [*named, *_stored_buffers(model, reader)]
         readers = divide_by_size([to_local(tensor).numel() for _, tensor in stored], replicas.size)
         for (name, tensor), rank in zip(stored, readers, strict=True):
@@ -210,7 +227,7 @@ def stores_every_parameter(model: PreTrainedModel, path: str) -> bool:
 
 
 def _has_every_parameter(reader: SafetensorsReader, model: PreTrainedModel) -> bool:
-    names = [_stored_name(name) for name, _ in model.named_parameters() if ".lora_" not in name]
+    names = [name_in_files(name) for name, _ in model.named_parameters() if not is_of_adapter(name)]
     return all(reader.has(name) or _is_new_head(name, reader) for name in names)
 
 
@@ -231,17 +248,21 @@ def _is_new_head(name: str, reader: SafetensorsReader) -> bool:
 
 
 def load_modules(
-    model: PreTrainedModel, path: str, device: torch.device, after_module: Callable[[nn.Module], None]
+    model: PreTrainedModel,
+    path: str,
+    device: torch.device,
+    after_module: Callable[[nn.Module], None],
+    merged: Merged | None = None,
 ) -> None:
     """Allocate and read whole parameters but adapters, module by module; `after_module` may free them again."""
-    reader = SafetensorsReader(path, model.all_tied_weights_keys)
+    reader = SafetensorsReader(path, model.all_tied_weights_keys, merged=merged)
     # a tied parameter belongs to two modules, and is stored under the first of its names
     names = {parameter: name for name, parameter in model.named_parameters()}
     loaded: dict[nn.Parameter, nn.Parameter] = {}
     for module in reversed(list(model.modules())):  # children before their parents
         for name, empty in list(module.named_parameters(recurse=False)):
             if empty.is_meta and empty not in loaded:
-                values, stored = torch.zeros_like(empty, device=device), _stored_name(names[empty])
+                values, stored = torch.zeros_like(empty, device=device), name_in_files(names[empty])
                 if not _is_new_head(stored, reader):
                     reader.read(stored, values)
                 loaded[empty] = nn.Parameter(values, requires_grad=empty.requires_grad)
@@ -260,26 +281,40 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _stored_name(name: str) -> str:
-    return name.replace(".base_layer", "")  # twice around stacked experts
-
-
 def _stored_buffers(model: PreTrainedModel, reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:
     """Yield the persistent buffers, which belong to a model's weights; the others are computed."""
     optional = model._keys_to_ignore_on_load_missing or ()
     for prefix, module in model.named_modules():
+        if is_of_adapter(f"{prefix}."):
+            continue
         for local_name, buffer in module.named_buffers(recurse=False):
-            name = f"{prefix}.{local_name}" if prefix else local_name
+            name = name_in_files(f"{prefix}.{local_name}" if prefix else local_name)
             is_optional = not reader.has(name) and any(re.search(pattern, name) for pattern in optional)
             if local_name not in module._non_persistent_buffers_set and not is_optional:
                 yield name, buffer
 
 
+class Merged(Protocol):
+    """Adapters that are merged into the tensors of these names as they are read."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def slices(self, name: str, stored: Any) -> Any: ...
+
+
 class SafetensorsReader:
     """Reads tensor shards from a model's safetensors files; `tied` maps names to the ones that they equal."""
 
-    def __init__(self, directory: str | Path, tied: Mapping[str, str] | None = None, *, compares_tied: bool = True):
-        self._directory = str(directory)
+    def __init__(
+        self,
+        directory: str | Path,
+        tied: Mapping[str, str] | None = None,
+        *,
+        compares_tied: bool = True,
+        merged: Merged | None = None,
+    ):
+        self._directory, self._merged = str(directory), merged
         self._file_of: dict[str, Any] = {}
         self._stored_as: dict[str, str] = {}
         for file in map(open_safetensors, find_weight_files(self._directory)):
@@ -291,6 +326,11 @@ class SafetensorsReader:
             elif self.has(name):  # as transformers, which stores one of them
                 self._file_of[other] = self._file_of[name]
                 self._stored_as[other] = name
+        if merged is not None and (unknown := merged.names - self._file_of.keys()):
+            raise UserError(
+                f"the files of {directory} have no tensor {min(unknown)} to merge an adapter of merge_adapters into; "
+                "merge it with PEFT's merge_and_unload and save that model"
+            )
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -326,4 +366,5 @@ class SafetensorsReader:
             raise differently_tied(self._directory, name, other)
 
     def _slices(self, name: str) -> Any:
-        return self._file_of[name].get_slice(self._stored_as.get(name, name))
+        stored = self._file_of[name].get_slice(self._stored_as.get(name, name))
+        return stored if self._merged is None else self._merged.slices(name, stored)

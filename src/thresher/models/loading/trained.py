@@ -47,6 +47,10 @@ class TrainedParts:
         else:
             return model
         if is_reward_model:
+            if hasattr(head_of(model), "original_module"):
+                raise UserError(
+                    "modules_to_save names the head of the reward model, which is trained anyway; remove it"
+                )
             head_of(model).requires_grad_(True)
         if frozen_dtype is not None:
             narrow_frozen_matrices(decoder_of(model), frozen_dtype)
@@ -56,8 +60,8 @@ class TrainedParts:
         """Set the adapters' initial values; the model has its weights."""
         if self.adapter is not None:
             self.adapter.load(model)
-        elif self.lora is not None and not self.lora.starts_from_weights:
-            init_adapters(model, seed)
+        elif self.lora is not None:
+            init_adapters(model, seed, keeps_factors=self.lora.starts_from_weights)
 
 
 _NAMES_SHOWN = 12
@@ -140,5 +144,7 @@ def widened_matrices(decoder: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _frozen(layer: nn.Module) -> list[nn.Linear]:
     kept = set(routers(layer))
+    # not what a trained copy starts from: the copy would start with rounded values
+    kept |= {part for module in layer.modules() if hasattr(module, "original_module") for part in module.modules()}
     linear = [module for module in layer.modules() if isinstance(module, nn.Linear) and module not in kept]
     return [module for module in linear if not module.weight.requires_grad]

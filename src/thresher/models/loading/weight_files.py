@@ -20,8 +20,21 @@ from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
 from thresher.models.loading.location import hub_arguments, read_index
 
+# parts of the names that PEFT gives to the parameters of an adapter, and of modules that are trained whole
+_OF_ADAPTERS = (".lora_", ".modules_to_save.")
 # transformers prefers such files to all others
 _DISTRIBUTED_CHECKPOINT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of a model belongs to its adapter; modules that are trained whole do."""
+    return any(part in f".{name}" for part in _OF_ADAPTERS)
+
+
+def name_in_files(name: str) -> str:
+    """Return the name without adapters of a parameter that does not belong to one."""
+    # base_layer is there twice around stacked experts
+    return name.replace(".base_layer", "").replace(".original_module", "")
 
 
 def find_weight_files(path: str) -> tuple[Path, ...]:

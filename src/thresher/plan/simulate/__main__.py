@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from thresher.plan.simulate.fake_cuda import load_guard, pretend_one_gpu
@@ -20,6 +21,9 @@ def main(guard: str, request_file: str, result_file: str) -> None:
     if guard:
         load_guard(Path(guard))
     request = RankRequest(**json.loads(Path(request_file).read_text(encoding="utf-8")))
+    if find_spec("bitsandbytes") is not None:
+        import bitsandbytes  # noqa: F401  # PEFT imports it, and it would call functions of a CUDA build
+
     pretend_one_gpu(request.memory)
     # imports torch, which must find the guard and the device
     from thresher.plan.simulate.rank import run_rank
