@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -182,11 +183,13 @@ def export_adapter(
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(DTYPES[dtype]) if parameter.requires_grad else parameter.data
         try:
-            module.save_pretrained(
-                staging,
-                save_embedding_layers=False,
-                path_initial_model_for_weight_conversion=str(initial) if initial.exists() else None,
-            )
+            with warnings.catch_warnings():  # that a converted adapter belongs to changed weights
+                warnings.filterwarnings("ignore", "(PiSSA|OLoRA) changes the base weights", UserWarning)
+                module.save_pretrained(
+                    staging,
+                    save_embedding_layers=False,
+                    path_initial_model_for_weight_conversion=str(initial) if initial.exists() else None,
+                )
         except ValueError as error:
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
         _load_tokenizer(path, args).save_pretrained(staging)
