@@ -27,7 +27,8 @@ from thresher.config import DPOConfig, parse_config
 from thresher.config.section import merge_settings
 from thresher.errors import RunStopped, UserError
 from thresher.importers.names import TRAINER_OPTIONS, trl_arguments
-from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
+from thresher.models.loading.load import DTYPES, load_tokenizer
+from thresher.models.loading.load_sharded import load_dequantized
 from thresher.models.loading.location import named_model
 from thresher.observability.trackers.callbacks import name_in_trl
 from thresher.pipeline import DPOPipeline
@@ -211,9 +212,10 @@ class DPOTrainer:
             with quiet_libraries():
                 if checkpoint is None:
                     path, dtype = named_model(self.config.policy_path), DTYPES[args.master_dtype]
-                    model = load_model(
+                    model = load_dequantized(
                         path,
                         dtype=dtype,
+                        quantization=quantization_of(args),
                         trust_remote_code=args.trust_remote_code,
                         is_reward_model=trains_rewards(self.config),
                     )

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager
-from thresher.builders.engines import trained_parts
+from thresher.builders.engines import quantization_of, trained_parts
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import latest
 from thresher.checkpoint.manifest import verify
@@ -28,13 +28,13 @@ from thresher.models.loading.adapters import merge_adapter
 from thresher.models.loading.load import (
     DTYPES,
     REWARD_HEAD,
-    load_model,
     load_model_config,
     load_tokenizer,
     pad_apart_from_eos,
     set_pad_token,
     translate_load_errors,
 )
+from thresher.models.loading.load_sharded import load_dequantized
 from thresher.models.loading.location import locate_model
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 from thresher.models.pipeline_chunk import decoder_of, head_of
@@ -184,9 +184,11 @@ def export_run(config: DPOConfig) -> None:
 def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str | None = None) -> PreTrainedModel:
     """Load a run's model with the trained weights of a directory, adapters merged, in the precision of its forward."""
     is_reward_model = any(name.endswith(REWARD_HEAD) for name in weight_names(weights))
-    model = load_model(
+    # of quantized matrices, the values that the run has computed with: no others fit the adapters
+    model = load_dequantized(
         path,
         dtype=DTYPES[args.master_dtype],
+        quantization=quantization_of(args),
         trust_remote_code=args.trust_remote_code,
         is_reward_model=is_reward_model,
     )

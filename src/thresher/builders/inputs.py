@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.builders.data import StoreBuilder, open_stores
-from thresher.builders.engines import trained_parts
+from thresher.builders.engines import quantization_of, trained_parts
 from thresher.builders.objective import build_objective, for_data, trains_rewards, warn_about_labels
 from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
@@ -176,6 +176,7 @@ class RunInputs:
             attn_implementation=transformers_attention(args.attn_implementation),
             trust_remote_code=args.trust_remote_code,
             is_reward_model=trains_rewards(self.config),
+            quantization=quantization_of(args),
         )
         # as engines/native stores it
         return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])

@@ -20,7 +20,8 @@ from thresher.data.tokenization.chat_template import load_template
 from thresher.engines.engine import TrainEngine
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, merge_adapter
-from thresher.models.loading.load import DTYPES, load_model, load_tokenizer
+from thresher.models.loading.load import DTYPES, load_tokenizer
+from thresher.models.loading.load_sharded import load_dequantized
 from thresher.models.loading.location import named_model
 from thresher.models.loading.trained import TrainedParts
 from thresher.reference.scorers import STEM as SYNCED
@@ -104,7 +105,12 @@ def build_judge(config: DPOConfig) -> Judge | None:
 def _load_reference(config: DPOConfig, weights: Path, *, is_synced: bool) -> PreTrainedModel:
     path = named_model(config.reference_path)
     dtype = DTYPES[config.reference_master_dtype]
-    model = load_model(path, dtype=dtype, trust_remote_code=config.trusts_reference_code)
+    model = load_dequantized(
+        path,
+        dtype=dtype,
+        quantization=quantization_of(config.actor_train.model_args),
+        trust_remote_code=config.trusts_reference_code,
+    )
     if is_synced:
         load_weights(weights, dict(model.named_parameters()), stem=SYNCED, hint="keep the reference's model in place")
     if (adapter := initial_adapter(config)) is not None:

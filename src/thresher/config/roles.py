@@ -47,6 +47,23 @@ def at_revision(name: str | None, revision: str | None) -> str | None:
     return name if name is None or revision is None else f"{name}@{revision}"
 
 
+class QuantizationArgs(Section):
+    """Frozen matrices of the layers in fewer bits, below trained adapters."""
+
+    bits: Literal[4, 8] = 4
+    """Bits per element."""
+    type: Literal["nf4", "fp4"] = "nf4"
+    """The 16 values that 4 bits stand for: nf4 (2305.14314) or fp4."""
+    double: bool = True
+    """Quantize the constants of 4 bits too: 4.13 bits per element instead of 4.5."""
+
+    @model_validator(mode="after")
+    def _validate_bits(self) -> QuantizationArgs:
+        if self.bits == 8 and (unused := self.non_default("type", "double")):
+            raise ValueError(no_effect(unused, "with bits 8; remove {it}"))
+        return self
+
+
 class ModelArgs(Section):
     """Model weights, precision and LoRA adapter."""
 
@@ -89,6 +106,9 @@ class ModelArgs(Section):
     lora_target: LoraTargets = ["all-linear"]
     """Modules that get an adapter, as a list or joined with commas; `all` means `all-linear`, without stacked experts:
     add `experts.gate_up_proj` and `experts.down_proj` for them."""
+    quantization: QuantizationArgs | None = None
+    """Store the frozen matrices of the layers in 4 or 8 bits (QLoRA), of a separate reference too; needs an adapter,
+    fsdp2_train and the extra `quantization`. Off when absent."""
 
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:
@@ -110,6 +130,13 @@ class ModelArgs(Section):
             raise ValueError("lora_init has no effect with adapter_name_or_path; remove it")
         if self.starts_from_weights and self.master_dtype != "fp32":
             raise ValueError(f"lora_init {self.lora_init} needs master_dtype fp32: bf16 would round the weights")
+        if self.quantization is not None and not self.has_adapter:
+            raise ValueError("quantization is for frozen weights, and all are trained; set lora_rank, or remove it")
+        if self.quantization is not None and self.starts_from_weights:
+            raise ValueError(
+                f"lora_init {self.lora_init} decomposes dense weights, which quantization does not keep; remove one of "
+                "them"
+            )
         unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", "lora_init")
         if not self.has_adapter and unused:
             raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))

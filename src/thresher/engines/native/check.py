@@ -17,6 +17,7 @@ from thresher.errors import UserError
 from thresher.models.branching_state import splits_over
 from thresher.models.layouts import Layout
 from thresher.models.loading.load_sharded import check_tensors
+from thresher.models.loading.quantization import import_bitsandbytes
 from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
@@ -47,6 +48,8 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             "dropout masks; set actor_train.model_args.lora_dropout to 0, or "
             "actor_train.strategy_args.strategy_config.pp_size to 1"
         )
+    if spec.is_quantized:
+        _check_quantization(spec)
     if is_replicated:
         return
     find_files_to_shard(spec.path)
@@ -66,6 +69,20 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
         raise UserError(
             f"{spec.section}: pp_schedule {settings.pp_schedule} splits the backward, which {name} does not "
             "support; remove one of them"
+        )
+    check_tensors(spec.empty(), spec.path)
+
+
+def _check_quantization(spec: ModelSpec[FSDP2Settings]) -> None:
+    import_bitsandbytes()
+    for name in spec.settings.non_default("tp_size", "pp_size", "ep_size"):
+        raise UserError(
+            f"{spec.section}: {name} is set, but quantized weights are split by dp_shard and cp_size only: the blocks "
+            "that share a constant run along the rows of a whole matrix; remove it"
+        )
+    if spec.compiles:
+        raise UserError(
+            f"{spec.section}: training_args.torch_compile is not supported with quantized weights; remove it"
         )
     check_tensors(spec.empty(), spec.path)
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import copy_shard
+from thresher.models.loading.quantization import import_peft
 from thresher.models.loading.weight_files import find_file, missing_tensor, open_safetensors
 from thresher.models.pipeline_chunk import head_of
 
@@ -142,8 +143,6 @@ class LoraSettings:
 
 def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -> nn.Module:
     """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
-    from peft import LoraConfig
-
     target = list(lora.target)
     modules = [each for each in target if _is_end_of_a_name(each, model.named_modules())]
     # matrices that belong to no linear module: stacked experts
@@ -159,7 +158,7 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
     _check_dropout(parameters, dropout)
     if parameters and lora.starts_from_weights:
         raise UserError(f"lora_init {lora.init} cannot decompose {parameters[0]}; use the default, or remove the name")
-    config = LoraConfig(
+    config = import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=dropout,
@@ -185,23 +184,19 @@ def _is_end_of_a_name(end: str, named: Iterable[tuple[str, Any]]) -> bool:
 
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: float = 0.0) -> nn.Module:
     """Freeze a model and add the trainable modules of an adapter on disk; `AdapterFiles.load` sets their values."""
-    from peft import LoraConfig
-
     _check_dropout(adapter.settings.get("target_parameters") or (), dropout)
-    config = LoraConfig(
+    config = import_peft().LoraConfig(
         **adapter.settings, lora_dropout=dropout, task_type=None if hasattr(model, "score") else "CAUSAL_LM"
     )
     return _attach(model, config, [str(adapter.settings.get("target_modules"))])
 
 
 def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Module:
-    from peft import get_peft_model
-
     try:
         is_on_meta = next(model.parameters()).is_meta
         with warnings.catch_warnings():  # PEFT adds patterns for experts as modules, which may then match nothing
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
+            adapted: nn.Module = import_peft().get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
     except ValueError as error:
         if "incompatible" in str(error):  # kernels of Mamba layers would leave out an adapter on `out_proj`
             raise UserError(f"lora_target {list(target)} is not possible: {error}") from error
@@ -214,11 +209,10 @@ def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Mo
 
 def default_lora_target(model_type: str) -> list[str]:
     """The modules that PEFT gives adapters in a family of models if none are named."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
-
-    if model_type not in DEFAULTS:
+    defaults = import_peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    if model_type not in defaults:
         raise UserError(f"PEFT has no default target_modules for {model_type} models; name them, or use all-linear")
-    return list(DEFAULTS[model_type])
+    return list(defaults[model_type])
 
 
 def _matches_nothing(model: nn.Module, target: Sequence[str]) -> str:

@@ -141,4 +141,5 @@ def widened_matrices(decoder: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 def _frozen(layer: nn.Module) -> list[nn.Linear]:
     kept = set(routers(layer))
     linear = [module for module in layer.modules() if isinstance(module, nn.Linear) and module not in kept]
-    return [module for module in linear if not module.weight.requires_grad]
+    # quantized ones are neither narrowed nor widened
+    return [m for m in linear if not m.weight.requires_grad and m.weight.is_floating_point()]
