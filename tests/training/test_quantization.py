@@ -206,7 +206,7 @@ def test_a_quantized_checkpoint_is_neither_trained_whole_nor_quantized_again(mod
 @pytest.mark.parametrize(
     ("num_workers", "strategy", "reason"),
     [
-        (2, {"strategy_config": {"tp_size": 2}}, "tp_size is set, but quantized weights are split by"),
+        (2, {"strategy_config": {"tp_size": 2}}, "tp_size splits matrices, and quantized ones cannot be split"),
         (1, {"strategy_name": "deepspeed_train"}, "deepspeed_train does not support weights in 4 bits"),
         (1, {"strategy_name": "megatron_train"}, "megatron_train does not support weights in 4 bits"),
     ],
@@ -244,6 +244,18 @@ def test_recomputed_activations_change_nothing(model_dir, recompute):
     expected = train("off")
     for name, weight in train(recompute).items():
         assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", [NF4, INT8], ids=["nf4", "8 bits"])
+def test_a_compiled_layer_has_no_graph_break_and_computes_the_same(model_dir, kind):
+    layer = next(iter(quantized_modules(policy_of(model_dir, kind).model).values()))
+    results = []
+    for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        rows = torch.ones(3, layer.in_features, requires_grad=True)
+        out = forward(rows)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), rows)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
 
 
 def test_dequantized_weights_are_those_that_bitsandbytes_dequantizes(model_dir):

@@ -75,14 +75,10 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
 
 def _check_quantization(spec: ModelSpec[FSDP2Settings]) -> None:
     import_bitsandbytes()
-    for name in spec.settings.non_default("tp_size", "pp_size", "ep_size"):
+    for name in spec.settings.non_default("tp_size", "ep_size"):
         raise UserError(
-            f"{spec.section}: {name} is set, but quantized weights are split by dp_shard and cp_size only: the blocks "
-            "that share a constant run along the rows of a whole matrix; remove it"
-        )
-    if spec.compiles:
-        raise UserError(
-            f"{spec.section}: training_args.torch_compile is not supported with quantized weights; remove it"
+            f"{spec.section}: {name} splits matrices, and quantized ones cannot be split: the blocks that share a "
+            "constant run along the rows of a whole matrix; remove it, and let more workers shard the model"
         )
     check_tensors(spec.empty(), spec.path)
 

@@ -29,7 +29,6 @@ from thresher.models.router import routers
 
 # elements that share a constant, and constants that share one, as in bitsandbytes
 _BLOCK, _CONSTANTS_PER_BLOCK = 64, 256
-_LARGEST_INT8 = 127.0
 
 
 @dataclass(frozen=True)
@@ -99,19 +98,34 @@ def import_peft() -> Any:
     return peft
 
 
+def _dequantize(
+    quantization: Quantization, shape: tuple[int, int], dtype: torch.dtype, weight: Tensor, *constants: Tensor
+) -> Tensor:
+    """The matrix of this shape, as bitsandbytes computes it; constants in the order of `constant_shapes`."""
+    if quantization.bits == 8:
+        return weight.to(dtype).mul_(constants[0].unsqueeze(1).mul(1 / 127))
+    absmax, operations = constants[0], torch.ops.bitsandbytes
+    if quantization.double:
+        codes, offset, scales, values = constants
+        absmax = operations.dequantize_blockwise(codes, scales, values, _CONSTANTS_PER_BLOCK, torch.float32) + offset
+    dense: Tensor = operations.dequantize_4bit(weight, absmax, _BLOCK, quantization.type, shape, dtype)
+    return dense
+
+
 class _Product(torch.autograd.Function):
     """x @ dequantized weight; the backward dequantizes again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: QuantizedLinear) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.module = module
-        return F.linear(x, module.dequantize(weight, x.dtype), bias)
+    def forward(ctx: Any, x: Tensor, bias: Any, quantization: Quantization, shape: Any, *weight: Tensor) -> Tensor:
+        ctx.save_for_backward(*weight)
+        ctx.quantization, ctx.shape = quantization, shape
+        return F.linear(x, _dequantize(quantization, shape, x.dtype, *weight), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        return gradient @ ctx.module.dequantize(weight, gradient.dtype), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        packed = ctx.saved_tensors  # which recomputed activations give once
+        weight = _dequantize(ctx.quantization, ctx.shape, gradient.dtype, *packed)
+        return gradient @ weight, *[None] * (3 + len(packed))
 
 
 class QuantizedLinear(nn.Linear):
@@ -138,23 +152,13 @@ class QuantizedLinear(nn.Linear):
         if torch.is_autocast_enabled(device):  # which does not know this product
             x = x.to(torch.get_autocast_dtype(device))
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        out: Tensor = _Product.apply(x, self.weight, bias, self)  # type: ignore[no-untyped-call]
+        packed = (self.weight, *self.buffers(recurse=False))
+        out: Tensor = _Product.apply(x, bias, self.quantization, self.dense_shape, *packed)  # type: ignore[no-untyped-call]
         return out
 
-    def dequantize(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The matrix [rows, columns] of the whole weight."""
-        constants = dict(self.named_buffers(recurse=False))
-        if self.quantization.bits == 8:
-            return weight.to(dtype).mul_(constants["scale"].unsqueeze(1).mul(1 / _LARGEST_INT8))
-        operations, absmax = import_bitsandbytes() and torch.ops.bitsandbytes, constants["absmax"]
-        if self.quantization.double:
-            scales, code = constants["nested_absmax"], constants["nested_code"]
-            absmax = operations.dequantize_blockwise(absmax, scales, code, _CONSTANTS_PER_BLOCK, torch.float32)
-            absmax = absmax + constants["offset"]
-        dense: Tensor = operations.dequantize_4bit(
-            weight, absmax, _BLOCK, self.quantization.type, self.dense_shape, dtype
-        )
-        return dense
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [rows, columns] of an unsharded weight."""
+        return _dequantize(self.quantization, self.dense_shape, dtype, self.weight, *self.buffers(recurse=False))
 
     @property
     def shape_in_files(self) -> tuple[int, ...] | None:
@@ -251,6 +255,6 @@ def dequantize_modules(model: nn.Module, dtype: torch.dtype) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, QuantizedLinear):
                 dense = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
-                dense.weight = nn.Parameter(child.dequantize(child.weight, dtype), requires_grad=False)
+                dense.weight = nn.Parameter(child.dequantize(dtype), requires_grad=False)
                 dense.bias = child.bias
                 setattr(parent, name, dense)
