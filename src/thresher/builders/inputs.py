@@ -27,6 +27,7 @@ from thresher.losses.objective import Objective
 from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention, with_ends
 from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.load_sharded import build_without_weights
+from thresher.models.loading.quantization import quantized_modules
 from thresher.models.loading.location import named_model
 from thresher.models.probe import what_packed_rows_lack
 
@@ -184,7 +185,8 @@ class RunInputs:
     @cached_property
     def num_parameters(self) -> tuple[int, int]:
         """The policy's parameters, adapters included, and how many of them are trained."""
-        sizes = [(each.numel(), each.requires_grad) for each in self.policy.parameters()]
+        packed = {module.weight: module.num_elements for module in quantized_modules(self.policy).values()}
+        sizes = [(packed.get(each, each.numel()), each.requires_grad) for each in self.policy.parameters()]
         return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 

@@ -161,6 +161,10 @@ class QuantizedLinear(nn.Linear):
         return _dequantize(self.quantization, self.dense_shape, dtype, self.weight, *self.buffers(recurse=False))
 
     @property
+    def num_elements(self) -> int:
+        return math.prod(self.dense_shape)
+
+    @property
     def shape_in_files(self) -> tuple[int, ...] | None:
         """None: it depends on the dtype that holds the packed elements."""
         if not self.is_stored:
