@@ -222,6 +222,18 @@ def test_what_an_engine_cannot_do_is_refused_before_it_starts(model_dir, num_wor
         check_engine(parse_config({"pretrain": str(model_dir), "actor_train": values}), "actor_train")
 
 
+@pytest.mark.parametrize(
+    ("model_args", "reason"),
+    [
+        ({}, "quantization is for frozen weights, and all are trained; set lora_rank, or remove it"),
+        ({"lora_rank": 4, "lora_init": "pissa"}, "lora_init pissa decomposes dense weights"),
+    ],
+)
+def test_weights_that_are_trained_or_decomposed_are_not_quantized(model_args, reason):
+    with pytest.raises(UserError, match=reason):
+        parse_config({"pretrain": "m", "actor_train": {"model_args": {**model_args, "quantization": {}}}})
+
+
 def test_stacked_experts_are_refused(tmp_path):
     path = save_model(tmp_path / "experts", "qwen3_moe", seed=0)
     with pytest.raises(UserError, match="has stacked experts"):

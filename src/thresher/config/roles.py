@@ -48,10 +48,11 @@ def at_revision(name: str | None, revision: str | None) -> str | None:
 
 
 class QuantizationArgs(Section):
-    """Frozen matrices of the layers in fewer bits, below trained adapters."""
+    """Frozen matrices in fewer bits, below trained adapters."""
 
     bits: Literal[4, 8] = 4
-    """Bits per element."""
+    """Bits per element of the frozen matrices of the layers (QLoRA), of a separate reference too. Needs an adapter,
+    fsdp2_train and the extra `quantization`."""
     type: Literal["nf4", "fp4"] = "nf4"
     """The 16 values that 4 bits stand for: nf4 (2305.14314) or fp4."""
     double: bool = True
@@ -107,8 +108,7 @@ class ModelArgs(Section):
     """Modules that get an adapter, as a list or joined with commas; `all` means `all-linear`, without stacked experts:
     add `experts.gate_up_proj` and `experts.down_proj` for them."""
     quantization: QuantizationArgs | None = None
-    """Store the frozen matrices of the layers in 4 or 8 bits (QLoRA), of a separate reference too; needs an adapter,
-    fsdp2_train and the extra `quantization`. Off when absent."""
+    """Weights of the frozen matrices in fewer bits; off when absent."""
 
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             "actor_train.strategy_args.strategy_config.pp_size to 1"
         )
     if spec.is_quantized:
-        _check_quantization(spec)
+        _check_quantization(spec, is_replicated=is_replicated)
     if is_replicated:
         return
     find_files_to_shard(spec.path)
@@ -73,14 +74,17 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
     check_tensors(spec.empty(), spec.path)
 
 
-def _check_quantization(spec: ModelSpec[FSDP2Settings]) -> None:
+def _check_quantization(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> None:
     import_bitsandbytes()
     for name in spec.settings.non_default("tp_size", "ep_size"):
         raise UserError(
             f"{spec.section}: {name} splits matrices, and quantized ones cannot be split: the blocks that share a "
             "constant run along the rows of a whole matrix; remove it, and let more workers shard the model"
         )
-    check_tensors(spec.empty(), spec.path)
+    if is_replicated and Path(spec.path).exists():  # a model on the Hub may not be downloaded yet
+        model = spec.empty_to_share()
+        assert model is not None  # it raises
+        check_tensors(model, spec.path)
 
 
 def _check_optimizer(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> None:
