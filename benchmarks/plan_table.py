@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full, DPO, reference in the same workers": {"reference": {"mode": "concurrent"}},
     "full, SimPO or ORPO (no reference)": {"pref_loss": "simpo"},
     "LoRA rank 16, DPO": {"lora_rank": 16},
+    "QLoRA rank 16 (nf4), DPO": {"lora_rank": 16, "quantization": {"bits": 4}},
 }
 MOST_GPUS = 256
 
@@ -33,7 +34,7 @@ MOST_GPUS = 256
 def estimate(directory: Path, model: str, changes: dict[str, Any]) -> Estimate:
     """bf16, gradient checkpointing, micro-batches of 4,096 tokens, pairs of 2,048 tokens, FSDP2 over all GPUs."""
     values = dict(changes)
-    lora = {"lora_rank": values.pop("lora_rank")} if "lora_rank" in values else {}
+    lora = {key: values.pop(key) for key in ("lora_rank", "quantization") if key in values}
     config = parse_config(
         {
             **values,

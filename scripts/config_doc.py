@@ -37,6 +37,7 @@ TITLES = {
     "DPOConfig": "Run",
     "LossConfig": "Objective",
     "ModelArgs": "Policy model",
+    "QuantizationArgs": "Quantization",
     "TrainingArgs": "Training",
     "DataArgs": "Data",
     "TrainingDataArgs": "Mixture",

@@ -104,7 +104,7 @@ def test_import_fails_where_the_numbers_would_change_unless_forced(command_line,
     assert "load_in_4bit changes the training and has no equivalent" in " ".join(result.err.split())
     assert not output.exists()
     assert command_line("import", str(path), "-o", str(output), "--force").code == 0
-    assert "load_in_4bit: quantized base weights" in output.read_text()
+    assert "load_in_4bit: only the base below an adapter can be quantized" in output.read_text()
 
 
 def test_the_tables_of_other_trainers_need_no_torch() -> None:

@@ -24,9 +24,9 @@ TRL = NAMES["trl"]
 
 # settings that change the training and have no equivalent yet; all other files need no --force
 LOST = {
-    "axolotl/llama3-instruct-dpo-lora-8b.yml": {"load_in_8bit", "special_tokens"},
-    "axolotl/mistral-dpo-qlora.yml": {"load_in_4bit", "special_tokens"},
-    "axolotl/qlora-1b-kto.yaml": {"load_in_4bit"},
+    "axolotl/llama3-instruct-dpo-lora-8b.yml": {"special_tokens"},
+    "axolotl/mistral-dpo-qlora.yml": {"special_tokens"},
+    "axolotl/qlora-1b-kto.yaml": set(),
     "axolotl/qwen2-dpo.yaml": set(),
     "colossalchat/benchmark_simpo.sh": set(),
     "colossalchat/train_dpo.sh": set(),

@@ -756,3 +756,42 @@ def test_kto_keeps_its_beta_and_weights(tmp_path: Path, trainer: str, text: str)
     found = [value(done, name) for name in ("pref_loss", "beta", "desirable_weight", "undesirable_weight")]
     assert found == ["kto", 0.3, 1.5, 0.5]
     assert not lost(done)
+
+
+_NF4 = {"bits": 4, "type": "nf4", "double": True}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "expected"),
+    [
+        ("trl", {"use_peft": True, "load_in_4bit": True}, _NF4 | {"double": False}),
+        (
+            "trl",
+            {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": True},
+            _NF4 | {"type": "fp4"},
+        ),
+        ("trl", {"use_peft": True, "load_in_8bit": True}, {"bits": 8}),
+        ("trl", {"load_in_4bit": True}, {}),  # it trains all weights
+        ("llama-factory", {"finetuning_type": "lora", "quantization_bit": 4}, _NF4),
+        (
+            "llama-factory",
+            {"finetuning_type": "lora", "quantization_bit": 4, "double_quantization": False},
+            _NF4 | {"double": False},
+        ),
+        ("llama-factory", {"finetuning_type": "lora", "quantization_bit": 3}, {}),
+        ("ms-swift", {"tuner_type": "lora", "quant_method": "bnb", "quant_bits": 8}, {"bits": 8}),
+        ("ms-swift", {"tuner_type": "lora", "quant_bits": 4, "bnb_4bit_quant_type": "fp4"}, _NF4 | {"type": "fp4"}),
+        ("axolotl", {"adapter": "qlora", "load_in_4bit": True}, _NF4),
+        ("axolotl", {"adapter": "lora", "load_in_8bit": True}, {"bits": 8}),
+        (
+            "axolotl",
+            {"adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}},
+            _NF4 | {"double": False},
+        ),
+        ("open-instruct", {"use_lora": True, "use_qlora": True}, _NF4),
+    ],
+)
+def test_a_quantized_base_has_the_trainers_defaults(trainer, given, expected):
+    run = translate(NAMES[trainer], given)
+    assert run.values.get("actor_train", {}).get("model_args", {}).get("quantization", {}) == expected
+    assert {entry.key for entry in run.lost} == (set() if expected else {next(reversed(given))})

@@ -39,6 +39,7 @@ NO_FILES = "has no effect on a store, which is already prepared; remove it"
 VALIDATION = {"validation": {"data_args": {"file_name": "b.jsonl"}}}
 TO_EVALUATE = "has no effect without validation.data_args or validation.split; set one or remove it"
 LORA = {"actor_train": {"model_args": {"lora_rank": 4}}}
+IN_8_BITS = {"actor_train": {"model_args": {"quantization": {"bits": 8}}}}
 MODELS = {
     "actor_train": {"model_args": {"model_name_or_path": "a"}},
     "reference": {"model_args": {"model_name_or_path": "b"}},
@@ -162,6 +163,12 @@ NEEDS = {
             ("lora_exclude", ["q_proj"]),
         )
     },
+    **{
+        f"actor_train.model_args.quantization.{key}": Needs(
+            value, f"{key} has no effect with bits 8; remove it", without=merge(LORA, IN_8_BITS), having=LORA
+        )
+        for key, value in (("type", "fp4"), ("double", False))
+    },
     "actor_train.model_args.freeze_module_prefix": Needs(
         "lm_head", "freeze_module_prefix has no effect with lora_rank", without=LORA
     ),
@@ -232,6 +239,7 @@ ALWAYS = {
     # without prompts, the whole section is rejected: tests/sampling/test_settings.py
     *(f"samples.{name}" for name in ("num_prompts", "prompts_file", "max_new_tokens", "temperature")),
     *("samples.judge", "samples.judge_url"),
+    "actor_train.model_args.quantization.bits",  # without an adapter too: tests/training/test_quantization.py
     *(f"actor_train.training_args.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *(f"actor_train.training_args.{name}" for name in ("learning_rate", "per_device_train_batch_size", "weight_decay")),
     *(f"actor_train.training_args.{name}" for name in ("global_batch_size", "max_tokens_per_micro_batch")),

@@ -30,6 +30,8 @@ KINDS = {
     "all weights": {},
     "lora": {"lora_rank": 4},
     "lora on two modules": {"lora_rank": 2, "lora_target": ["q_proj"]},
+    "lora on 4 bits": {"lora_rank": 4, "quantization": {"bits": 4}},
+    "lora on 8 bits": {"lora_rank": 4, "quantization": {"bits": 8}},
 }
 
 

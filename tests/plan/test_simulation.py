@@ -48,6 +48,7 @@ class Simulated:
     operations: int
     waits: int = 1
     is_lora: bool = False
+    bits: int | None = None  # of the base below LoRA
     attention: str | None = None
     recompute: str = "full"
     offload: bool = False
@@ -79,11 +80,15 @@ IN_CI = [
         waits=33,
     ),
     Simulated("8B on 8", "Llama-3-8B", 8, {}, 27, {"dp_shard": 115}, 14_000),
+    Simulated("tiny, 4 bits", "tiny", 4, {}, 0.2, {"dp_shard": 0.1}, 20_000, bits=4),
 ]
 BY_HAND = [
     Simulated("tiny, last stage", "tiny", 32, ALL_AXES, 0.147, TINY, 1_850, recompute="off", stage="last"),
     Simulated("tiny, offloaded inputs", "tiny", 8, {}, 0.113, {"dp_shard": 0.075}, 3_700, offload=True),
     Simulated("8B on 8, LoRA", "Llama-3-8B", 8, {}, 12.1, {"dp_shard": 91}, 25_600, is_lora=True),
+    Simulated("8B on 1, 4 bits", "Llama-3-8B", 1, {}, 25, {}, 60_000, bits=4),
+    Simulated("8B on 8, 4 bits", "Llama-3-8B", 8, {}, 12.1, {"dp_shard": 91}, 60_000, bits=4),
+    Simulated("8B on 8, 8 bits", "Llama-3-8B", 8, {}, 12.1, {"dp_shard": 91}, 60_000, bits=8),
     Simulated("70B on 64, fsdp x tp", "Llama-3-70B", 64, TP_8, 43.3, {"dp_shard": 126, "tp": TP_8_WIRE}, 31_200),
     Simulated("70B on 1,024, fsdp x tp", "Llama-3-70B", 1024, TP_8, 26.2, {"dp_shard": 143, "tp": TP_8_WIRE}, 31_200),
     Simulated("70B on 1,024, rows split", "Llama-3-70B", 1024, SPLIT, 6.6, {"dp_shard": 143, "tp": 209}, 31_400),
@@ -192,7 +197,11 @@ def models(tmp_path_factory) -> Path:
 
 def simulated(run: Simulated, models: Path) -> SimulatedRank:
     path = models / run.model if run.model.startswith("tiny") else save_config(models / run.model, run.model)
-    model_args: dict[str, Any] = {"attn_implementation": run.attention, **({"lora_rank": 16} if run.is_lora else {})}
+    model_args: dict[str, Any] = {"attn_implementation": run.attention}
+    if run.is_lora or run.bits:
+        model_args["lora_rank"] = 16
+    if run.bits:
+        model_args["quantization"] = {"bits": run.bits}
     config = parse_config(
         {
             "pretrain": str(path),

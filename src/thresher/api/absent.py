@@ -30,7 +30,7 @@ _ARGUMENTS = {
     **dict.fromkeys(("lr_scheduler", "actor_lr_scheduler"), _SCHEDULE),
     **dict.fromkeys(("booster", "plugin"), _ENGINE),
     "coordinator": _LAUNCHER,
-    "quantization_config": "quantized base weights are not supported",
+    "quantization_config": "set actor_train.model_args.quantization in DPOConfig; see docs/train/lora.md",
     "model_init": "give a path, a Hub name or a model object as model",
     "start_epoch": "a run resumes from its newest checkpoint by itself; see resume_from_checkpoint in DPOConfig",
     "disable_reference": "set reference={'mode': 'none'} in DPOConfig",

@@ -30,7 +30,7 @@ from thresher.errors import RunStopped, UserError
 from thresher.importers.names import TRAINER_OPTIONS, trl_arguments
 from thresher.models.loading.load import DTYPES, load_tokenizer
 from thresher.models.loading.location import named_model
-from thresher.models.loading.merged import load_merged
+from thresher.models.loading.merged import load_plain
 from thresher.observability.trackers.callbacks import name_in_trl
 from thresher.pipeline import DPOPipeline
 from thresher.runtime.launch import find_launch
@@ -213,10 +213,11 @@ class DPOTrainer:
             with quiet_libraries():
                 if checkpoint is None:
                     path, dtype = named_model(self.config.policy_path), DTYPES[args.master_dtype]
-                    model = load_merged(
+                    model = load_plain(
                         path,
                         merged_adapters(self.config),
                         dtype=dtype,
+                        quantization=quantization_of(args),
                         trust_remote_code=args.trust_remote_code,
                         is_reward_model=trains_rewards(self.config),
                     )

@@ -20,6 +20,7 @@ from thresher.errors import UserError
 from thresher.models.layouts import Layout, choose_layout
 from thresher.models.loading.adapters import AdapterFiles, LoraSettings
 from thresher.models.loading.location import named_model
+from thresher.models.loading.quantization import Quantization, stored_quantization
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
 from thresher.models.probe import what_packed_rows_lack
@@ -66,6 +67,7 @@ def model_spec(
         is_reward_model=is_policy and trains_rewards(config),
         scores_steps_twice=is_policy and scores_steps_twice(config),
         trained=trained_parts(args) if is_policy else TrainedParts(),
+        quantization=quantization_of(args),
         adapter=None if adapter is None else AdapterFiles.find(adapter),
         merged_adapters=merged_adapters(config, of_policy=is_policy),
     )
@@ -106,6 +108,10 @@ def trained_parts(args: ModelArgs) -> TrainedParts:
             tuple(args.lora_exclude),
         )
     return TrainedParts(lora, adapter, args.lora_dropout, tuple(args.freeze_module_prefix))
+
+
+def quantization_of(args: ModelArgs) -> Quantization | None:
+    return None if args.quantization is None else Quantization(**args.quantization.model_dump())
 
 
 def build_reference(
@@ -174,6 +180,18 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
     if not strategy.adapters and args.has_adapter:
         kind = "train" if is_policy else "infer"
         raise UserError(f"{section}: {role.strategy_name} does not support LoRA adapters; use fsdp2_{kind}")
+    path = named_model(config.policy_path if is_policy else config.reference_path)
+    quantization = quantization_of(args) or stored_quantization(path)
+    if quantization is not None and not strategy.quantization:
+        raise UserError(
+            f"{section}: {role.strategy_name} does not support weights in {quantization}; use fsdp2_train for "
+            "actor_train, and the default for the reference"
+        )
+    if quantization is not None and is_policy and not args.has_adapter:
+        raise UserError(
+            f"{path} is stored in {quantization}, which cannot be trained; set actor_train.model_args.lora_rank, or "
+            "use the original model"
+        )
     if is_policy and not strategy.reward_models and trains_rewards(config):
         raise UserError(f"{section}: {role.strategy_name} does not train reward models; use fsdp2_train")
     if strategy.check is None:

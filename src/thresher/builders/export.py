@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager
-from thresher.builders.engines import trained_parts
+from thresher.builders.engines import quantization_of, trained_parts
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import latest
 from thresher.checkpoint.manifest import verify
@@ -39,7 +39,7 @@ from thresher.models.loading.load import (
     translate_load_errors,
 )
 from thresher.models.loading.location import locate_model
-from thresher.models.loading.merged import load_merged
+from thresher.models.loading.merged import load_plain
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 from thresher.models.pipeline_chunk import decoder_of, head_of
 from thresher.reference.fingerprint import config_digest, model_digest
@@ -310,10 +310,12 @@ def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str 
 def _untrained_model(path: str, args: ModelArgs, weights: Path) -> tuple[PreTrainedModel, Any, Callable[[], None]]:
     """Load the model of a run, with its adapters around it, and return what loads its trained weights."""
     is_reward_model = any(name.endswith(REWARD_HEAD) for name in weight_names(weights))
-    model = load_merged(
+    # of quantized matrices, the values that the run has computed with: no others fit the adapters
+    model = load_plain(
         path,
         [AdapterFiles.find(each) for each in args.merge_adapters],
         dtype=DTYPES[args.master_dtype],
+        quantization=quantization_of(args),
         trust_remote_code=args.trust_remote_code,
         is_reward_model=is_reward_model,
     )

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from thresher.builders.data import StoreBuilder, build_curriculum, open_stores, shares_of
-from thresher.builders.engines import trained_parts
+from thresher.builders.engines import quantization_of, trained_parts
 from thresher.builders.objective import build_objective, for_data, trains_rewards, warn_about_labels
 from thresher.builders.reference_mode import ReferenceMode, frozen_weights_digest, reference_mode, same_initial_weights
 from thresher.config import DPOConfig
@@ -29,6 +29,7 @@ from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, t
 from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.load_sharded import build_without_weights
 from thresher.models.loading.location import named_model
+from thresher.models.loading.quantization import quantized_modules
 from thresher.models.probe import what_packed_rows_lack
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,7 @@ class RunInputs:
             attn_implementation=transformers_attention(args.attn_implementation),
             trust_remote_code=args.trust_remote_code,
             is_reward_model=trains_rewards(self.config),
+            quantization=quantization_of(args),
         )
         # as engines/native stores it
         return trained_parts(args).apply(model, frozen_dtype=DTYPES[args.dtype])
@@ -199,7 +201,8 @@ class RunInputs:
     @cached_property
     def num_parameters(self) -> tuple[int, int]:
         """The policy's parameters, adapters included, and how many of them are trained."""
-        sizes = [(each.numel(), each.requires_grad) for each in self.policy.parameters()]
+        packed = {module.weight: module.num_elements for module in quantized_modules(self.policy).values()}
+        sizes = [(packed.get(each, each.numel()), each.requires_grad) for each in self.policy.parameters()]
         return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 

@@ -20,6 +20,7 @@ from thresher.engines.native.parallelize import partition_layers
 from thresher.errors import UserError
 from thresher.models.experts import is_stacked
 from thresher.models.lm_head import slice_width
+from thresher.models.loading.quantization import quantized_modules
 from thresher.models.loading.trained import widest_dtype
 from thresher.models.logps import base_model
 from thresher.models.optimizations.llama_layers import is_llama_like
@@ -42,15 +43,16 @@ class Elements:
     total: float = 0
     trained: float = 0
     narrow: float = 0  # frozen, and stored in the compute precision
+    packed: float = 0  # quantized
 
     def __add__(self, other: Elements) -> Elements:
-        return Elements(self.total + other.total, self.trained + other.trained, self.narrow + other.narrow)
+        return Elements(*(one + two for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def __sub__(self, other: Elements) -> Elements:
         return self + other * -1
 
     def __mul__(self, share: float) -> Elements:
-        return Elements(share * self.total, share * self.trained, share * self.narrow)
+        return Elements(*(share * each for each in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ class ModelSize:
     dora_columns: int  # outputs of a layer's matrices whose lengths are trained
     is_llama_like: bool  # the memory-efficient layers support it
     attention_share: float  # of the layers; the others carry state, or are MLPs
+    packed_bytes: float  # of a quantized element
+    constant_bytes: float  # of a quantized element, in constants that are not sharded
+    largest_packed: int  # elements of the largest quantized matrix
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
@@ -96,11 +101,16 @@ class ModelSize:
         matrices = [p for layer in layers for p in layer.parameters() if p.ndim > 1]
         known = {id(p) for p in (*matrices, embedding, head)}
         kinds = getattr(config, "layer_types", None) or ()
+        quantized = {id(each.weight): each for each in quantized_modules(base).values()}
+        num_packed = max(1, sum(each.num_elements for each in quantized.values()))
         adapted = [name for name, _ in layers[0].named_modules() if name.endswith("_proj.lora_A")]
 
         def count(parameters: Iterable[nn.Parameter], experts_share: float = 1.0) -> Elements:
             found = Elements()
             for p in parameters:
+                if (module := quantized.get(id(p))) is not None:
+                    found += Elements(module.num_elements, packed=module.num_elements)
+                    continue
                 numel = p.numel() * (experts_share if is_stacked(p) else 1.0)
                 found += Elements(numel, numel * p.requires_grad, numel * (p.dtype != stored))
             return found
@@ -129,6 +139,9 @@ class ModelSize:
             dora_columns=sum(p.numel() for name, p in layers[0].named_parameters() if "lora_magnitude" in name),
             is_llama_like=is_llama_like(layers[0]),
             attention_share=1 - sum(kind in _WITHOUT_ATTENTION for kind in kinds) / max(1, len(kinds)),
+            packed_bytes=sum(each.weight.nbytes for each in quantized.values()) / num_packed,
+            constant_bytes=sum(b.nbytes for each in quantized.values() for b in each.buffers()) / num_packed,
+            largest_packed=max((each.num_elements for each in quantized.values()), default=0),
         )
 
     @property
@@ -230,6 +243,10 @@ class Process:
         outer = self.embedding if one_matrix else self.embedding + self.head
         return self.matrices + outer + self.size.others * (self.num_layers / self.size.num_layers)
 
+    def held_bytes(self, elements: Elements, itemsize: int) -> float:
+        """Bytes of elements in a precision, without the constants of those that are quantized."""
+        return itemsize * (elements.total - elements.packed) + self.size.packed_bytes * elements.packed
+
     @property
     def row_columns(self) -> float:
         """Columns of the residual stream; sequence parallelism splits its rows, which costs as much as columns."""
@@ -288,8 +305,9 @@ def held_memory(process: Process) -> Memory:
     if process.settings.cpu_offload:
         return Memory()
     elements, stored = process.shards, process.stored
-    weights = stored * elements.total - (stored - process.compute) * elements.narrow
-    reference = stored * elements.total if process.reference == "copy" else 0
+    dense = process.held_bytes(elements, stored) + process.size.constant_bytes * process.elements.packed
+    weights = dense - (stored - process.compute) * elements.narrow
+    reference = dense if process.reference == "copy" else 0
     state = held_bytes(process.training, stored) * elements.trained
     return Memory(weights, stored * elements.trained, state, reference)
 
@@ -330,6 +348,7 @@ def _moments(
     working = 2 * compute * rows * process.width + 2 * hidden + whole - kept
     if process.settings.sequence_parallel:
         working += 2 * compute * rows * size.hidden
+    working += compute * size.largest_packed  # dequantized for one product
     yield kept_layers + of_layer, saved + working, 0.0
     is_sharded = dims.uses_fsdp
     if process.is_last and in_flight >= 1:
@@ -361,15 +380,15 @@ def _gathered(process: Process) -> tuple[float, float]:
         # a tied matrix stays gathered, and with ZeRO-1 everything does
         outer = process.stored * (process.head.total if process.size.tied else 0)
         if process.settings.zero_stage == 3:
-            return outer, 2 * compute * layer.total + gradients  # the next layer is gathered ahead
+            return outer, 2 * process.held_bytes(layer, compute) + gradients  # the next layer is gathered ahead
         if process.settings.zero_stage == 1:
             outer = process.stored * (process.elements.total - matrices.total)
-        return compute * matrices.total + outer, gradients
+        return process.held_bytes(matrices, compute) + outer, gradients
     if compute == process.stored:
         return 0.0, 0.0
     # autocast keeps copies of all matrices, or of a layer if it is computed again
     copies = layer if process.recompute != "off" else matrices
-    return compute * (copies.total - copies.narrow), 0.0
+    return compute * (copies.total - copies.narrow - copies.packed), 0.0
 
 
 def _saved_per_row(process: Process, recompute: Recompute) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.data import StoreBuilder, check_examples
-from thresher.builders.engines import compilation, device_of
+from thresher.builders.engines import compilation, device_of, quantization_of
 from thresher.builders.hardware import gpu_of
 from thresher.builders.inputs import RunInputs, scoring_batching
 from thresher.builders.reference_mode import (
@@ -162,6 +162,7 @@ def open_cache(config: DPOConfig, weights: str) -> ReferenceCache:
         dtype=config.reference_dtype,
         master_dtype=config.reference_master_dtype,
         scores_prompt=not config.apply_loss_mask,
+        quantization=str(quantization_of(config.actor_train.model_args) or "") or False,
     )
     return ReferenceCache(cache_root(config.reference_cache_dir), identity, model)
 
@@ -180,7 +181,9 @@ def reference_digest(config: DPOConfig, mode: ReferenceMode, weights: str | None
     args = config.actor_train.model_args
     dtype = args.master_dtype if mode == "none" else config.reference_master_dtype
     # an adapter that starts with a part of the weights belongs to other frozen weights
-    return frozen_digest(weights, f"{dtype} {args.lora_init}" if args.starts_from_weights else dtype)
+    held_in = [dtype, args.lora_init] if args.starts_from_weights else [dtype]
+    held_in += [str(each) for each in (quantization_of(args),) if each is not None]
+    return frozen_digest(weights, " ".join(held_in))
 
 
 def _live_forwards(config: DPOConfig, device: torch.device) -> Forwards:

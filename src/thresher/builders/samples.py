@@ -22,7 +22,7 @@ from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, merge_adapter
 from thresher.models.loading.load import DTYPES, load_tokenizer
 from thresher.models.loading.location import named_model
-from thresher.models.loading.merged import load_merged
+from thresher.models.loading.merged import load_plain
 from thresher.models.loading.trained import TrainedParts
 from thresher.reference.scorers import STEM as SYNCED
 from thresher.reference.scorers import SyncedReference
@@ -105,8 +105,13 @@ def build_judge(config: DPOConfig) -> Judge | None:
 def _load_reference(config: DPOConfig, weights: Path, *, is_synced: bool) -> PreTrainedModel:
     path = named_model(config.reference_path)
     dtype = DTYPES[config.reference_master_dtype]
-    adapters = merged_adapters(config, of_policy=False)
-    model = load_merged(path, adapters, dtype=dtype, trust_remote_code=config.trusts_reference_code)
+    model = load_plain(
+        path,
+        merged_adapters(config, of_policy=False),
+        dtype=dtype,
+        quantization=quantization_of(config.actor_train.model_args),
+        trust_remote_code=config.trusts_reference_code,
+    )
     if is_synced:
         load_weights(weights, dict(model.named_parameters()), stem=SYNCED, hint="keep the reference's model in place")
     if (adapter := initial_adapter(config)) is not None:

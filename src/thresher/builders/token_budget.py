@@ -155,7 +155,9 @@ def _tokens_that_hide_fsdp(process: Process, gpu: Hardware, gpus_per_node: int) 
     if not dims.uses_fsdp or process.settings.zero_stage == 1 or dims.pp > 1:
         return 0.0
     gathers = 2 if process.settings.zero_stage == 3 else 1
-    bytes_per_element = gathers * process.compute + process.stored * trained
+    elements = process.matrices
+    bytes_per_element = gathers * process.held_bytes(elements, process.compute) / elements.total
+    bytes_per_element += process.stored * trained
     products_per_token = 4 + 2 * trained + (2 if process.recompute == "full" else 0)
     gathered = process.matrices.total * dims.tp / process.size.active.total
     seconds_per_element = bytes_per_element * gathered / gpu.link(dims.fsdp_size * dims.tp, gpus_per_node)

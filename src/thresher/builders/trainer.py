@@ -6,6 +6,7 @@ from pathlib import Path
 
 from thresher.builders.checkpoints import build_checkpoint_manager, config_changes
 from thresher.builders.data import describe_mixture
+from thresher.builders.engines import quantization_of
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.objective import build_schedule
 from thresher.builders.reference import frozen_policy_digest, reference_digest
@@ -15,7 +16,7 @@ from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
 from thresher.reference.fingerprint import config_digest
 from thresher.reference.scorers import Reference
-from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS, REFERENCE_SETTINGS, RankTrainer
+from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS, QUANTIZATION, REFERENCE_SETTINGS, RankTrainer
 
 
 def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) -> RankTrainer:
@@ -27,6 +28,7 @@ def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) 
         "pairs per step": plan.pairs_per_step,
         "seed": plan.seed,
         **({} if mixture is None else {"mixture": mixture}),
+        QUANTIZATION: str(quantization_of(config.actor_train.model_args) or "none"),
         "reference": reference_digest(config, inputs.mode, inputs.frozen_weights),
         POLICY_SETTINGS: config_digest(
             str(config.policy_path), trust_remote_code=config.actor_train.model_args.trust_remote_code

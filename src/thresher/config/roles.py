@@ -52,6 +52,24 @@ def at_revision(name: str | None, revision: str | None) -> str | None:
     return name if name is None or revision is None else f"{name}@{revision}"
 
 
+class QuantizationArgs(Section):
+    """Frozen matrices in fewer bits, below trained adapters."""
+
+    bits: Literal[4, 8] = 4
+    """Bits per element of the frozen matrices of the layers (QLoRA), of a separate reference too. Needs an adapter,
+    fsdp2_train and the extra `quantization`."""
+    type: Literal["nf4", "fp4"] = "nf4"
+    """The 16 values that 4 bits stand for: nf4 (2305.14314) or fp4."""
+    double: bool = True
+    """Quantize the constants of 4 bits too: 4.13 bits per element instead of 4.5."""
+
+    @model_validator(mode="after")
+    def _validate_bits(self) -> QuantizationArgs:
+        if self.bits == 8 and (unused := self.non_default("type", "double")):
+            raise ValueError(no_effect(unused, "with bits 8; remove {it}"))
+        return self
+
+
 class ModelArgs(Section):
     """Model weights, precision and LoRA adapter."""
 
@@ -115,6 +133,8 @@ class ModelArgs(Section):
     lora_plus_ratio: Annotated[float, Field(gt=0)] | None = None
     """LoRA+: learning rate of the B factors of the adapters as a multiple of learning_rate, such as 16. fsdp2_train
     only."""
+    quantization: QuantizationArgs | None = None
+    """Weights of the frozen matrices in fewer bits; off when absent."""
 
     @model_validator(mode="after")
     def _validate_dtypes(self) -> ModelArgs:
@@ -141,10 +161,25 @@ class ModelArgs(Section):
             raise ValueError(
                 f"use_dora measures the weights that lora_init {self.lora_init} changes; remove one of them"
             )
+        if self.quantization is not None:
+            self._validate_quantization()
         unused = self.non_default("lora_alpha", "lora_dropout", "lora_target", "lora_plus_ratio", *OF_NEW_ADAPTERS)
         if not self.has_adapter and unused:
             raise ValueError(no_effect(unused, "without lora_rank; set lora_rank"))
         return self
+
+    def _validate_quantization(self) -> None:
+        if not self.has_adapter:
+            raise ValueError("quantization is for frozen weights, and all are trained; set lora_rank, or remove it")
+        if self.starts_from_weights:
+            raise ValueError(
+                f"lora_init {self.lora_init} decomposes dense weights, which quantization does not keep; remove one of "
+                "them"
+            )
+        if need_weights := self.non_default("use_dora", "merge_adapters"):
+            raise ValueError(
+                f"{need_weights[0]} needs dense weights, which quantization does not keep; remove one of them"
+            )
 
     @property
     def starts_from_weights(self) -> bool:

@@ -106,6 +106,7 @@ class StrategyDeclaration:
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     adapters: bool = True
     reward_models: bool = True
+    quantization: bool = False  # whether frozen matrices may have 4 or 8 bits
 
     def check_installed(self, name: str) -> None:
         """Raise if the engine is not installed; nothing is imported."""

@@ -26,6 +26,7 @@ from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta, build_to_share
 from thresher.models.loading.merged import MergedAdapters, load_merged
+from thresher.models.loading.quantization import Quantization, stored_quantization
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
 
@@ -65,6 +66,8 @@ class ModelSpec(Generic[Settings]):
     scores_steps_twice: bool = False
     # of the policy alone
     trained: TrainedParts = field(default_factory=TrainedParts)
+    # of the frozen matrices of both models
+    quantization: Quantization | None = None
     # LoRA modules that a frozen model has
     adapter: AdapterFiles | None = None
     merged_adapters: Sequence[AdapterFiles] = ()
@@ -134,16 +137,20 @@ class ModelSpec(Generic[Settings]):
             return None
         return MergedAdapters.of(self.path, self.merged_adapters, **self._load_settings)
 
+    @property
+    def is_quantized(self) -> bool:
+        return (self.quantization or stored_quantization(self.path)) is not None
+
     def load(self) -> PreTrainedModel:
         return load_merged(self.path, self.merged_adapters, **self._load_settings)
 
     def empty(self) -> PreTrainedModel:
         """The model on the meta device."""
-        return build_on_meta(self.path, **self._load_settings)
+        return build_on_meta(self.path, **self._load_settings, quantization=self.quantization)
 
     def empty_to_share(self) -> PreTrainedModel | None:
         """The model on the meta device if replicas can read its files together; None if each has to load it."""
-        return build_to_share(self.path, **self._load_settings)
+        return build_to_share(self.path, **self._load_settings, quantization=self.quantization)
 
     def move(self, module: nn.Module) -> nn.Module:
         """Move a loaded model to the device."""

@@ -188,7 +188,14 @@ _OWN: r.Table = {
     "lora_modules_to_save": r.modules_to_save(_is_lora),
     "lora_model_dir": r.ADAPTER,
     "peft_init_lora_weights": r.LORA_INIT,
-    **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit gptq quantization model_quantization_config quantize_moe_experts"),
+    **r.quantization(
+        _is_lora,
+        {"load_in_4bit": 4, "load_in_8bit": 8},
+        "bnb_config_kwargs.bnb_4bit_quant_type",
+        "bnb_config_kwargs.bnb_4bit_use_double_quant",
+        is_double=True,
+    ),
+    **r.lack(r.QUANTIZED, "gptq quantization model_quantization_config quantize_moe_experts"),
     "datasets": r.by(_set_datasets(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
     "test_datasets": r.by(_set_datasets(EVAL_FILES), EVAL_FILES),
     "val_set_size": r.by(r.set_split, EVAL_SPLIT),
@@ -263,7 +270,8 @@ _OWN: r.Table = {
 # what axolotl finds by itself, kernels, packing, memory, trackers, caches, generation, pretraining and other methods
 NEUTRAL = f"""{huggingface.NEUTRAL}
 activation_offloading auto_resume_from_checkpoints axolotl_config_path base_model_config batch_flattening batch_size
-bench_* bnb_config_kwargs chunked_cross_entropy* cls_model_config comet_*
+bench_* bnb_config_kwargs.bnb_4bit_compute_dtype bnb_config_kwargs.bnb_4bit_quant_storage chunked_cross_entropy*
+cls_model_config comet_*
 dataset_keep_in_memory dataset_prepared_path dataset_shard_idx ddp deepcompile device device_map dion_* do_bench_eval
 do_causal_lm_eval dp_shard_size dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep dynamic_checkpoint eaft_*
 ebft ebft.* embeddings_skip_upcast eval_causal_lm_metrics eval_max_new_tokens eval_sample_packing eval_sequence_len

@@ -104,7 +104,9 @@ _OWN: r.Table = {
     ),
     "ref_model": r.to("reference.model_args.model_name_or_path"),
     "ref_model_adapters": r.lacks(r.REFERENCE_ADAPTER),
-    **r.lack(r.QUANTIZED, "ref_model_quantization_bit quantization_bit"),
+    "ref_model_quantization_bit": r.lacks("the reference is quantized like the policy"),
+    **r.quantization(_is_lora, {"quantization_bit": None}, "quantization_type", "double_quantization", is_double=True),
+    "quantization_method": r.lacks(r.QUANTIZED, "bnb", "bitsandbytes"),
     "finetuning_type": r.lora_switch("full or lora", full="full"),
     **r.lora_rules(_is_lora, "lora_rank", targets="lora_target", rslora="use_rslora", dora="use_dora"),
     "additional_target": r.modules_to_save(_is_lora),
@@ -146,14 +148,14 @@ TABLE: r.Table = {**_OWN, **huggingface.TABLE, **_OWN}
 # options of other stages, tuners, optimizers and engines besides loading, kernels, packing, caches and trackers
 NEUTRAL = f"""{huggingface.NEUTRAL}
 adapter_folder apollo_* asft_alpha audio_* badam_* block_diag_attn buffer_size cache_dir compute_accuracy compute_dtype
-crop_to_patches data_shared_file_system device_map double_quantization eaft_alpha
+crop_to_patches data_shared_file_system device_map eaft_alpha
 enable_liger_kernel enable_torch_profiler eval_num_beams eval_on_each_dataset export_* fp8_* freeze_extra_modules
 freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower galore_* hf_hub_token
 hyper_parallel_* ignore_pad_token_for_loss image_* include_effective_tokens_per_second infer_backend infer_dtype
 init_special_tokens kt_* loraplus_lr_embedding low_cpu_mem_usage mask_history
 master_addr master_port media_dir megatron_bridge_args model_max_length module_dropout ms_hub_token neat_packing
 offload_folder oft_* om_hub_token overwrite_cache packing pissa_convert plot_loss ppo_* preprocessing_batch_size
-print_param_status profile_modules profiler_* quantization_device_map quantization_method quantization_type
+print_param_status profile_modules profiler_* quantization_device_map
 ray_init_kwargs ray_run_name reward_model reward_model_* sglang_* split_special_tokens streaming swanlab_*
 tokenized_path train_on_prompt upcast_layernorm upcast_lmhead_output use_audio_in_video use_fast_tokenizer use_kv_cache
 use_reentrant_gc use_swanlab use_unsloth use_unsloth_gc use_v1_kernels video_* vllm_*

@@ -145,7 +145,10 @@ _OWN: r.Table = {
     "init_weights": r.LORA_INIT,
     "lora_bias": r.lacks("biases are not trained", "none"),
     "lorap_lr_ratio": r.lora_plus(_is_lora),
-    **r.lack(r.QUANTIZED, "quant_method quant_bits"),
+    "quant_method": r.lacks(r.QUANTIZED, "bnb"),
+    **r.quantization(
+        _is_lora, {"quant_bits": None}, "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", is_double=True
+    ),
     "torch_dtype": r.by(
         huggingface.set_weight_dtype(lambda run: not _is_lora(run) and not _is_megatron(run.source)), f"{MODEL}dtype"
     ),
@@ -221,7 +224,8 @@ TABLE: r.Table = {**_OWN, **huggingface.TABLE, **_OWN}
 NEUTRAL = f"""{huggingface.NEUTRAL}
 acc_strategy account_for_* accumulate_allreduce_grads_in_fp32 adalora_* adapter_act adapter_length add_version align_*
 aligner_lr apply_rope_fusion async_save attention_backend attention_softmax_in_fp32 batch_p2p_comm bias_*_fusion
-bnb_4bit_* boft_* bridge_backend cached_dataset cached_val_dataset calculate_KL calculate_per_token_loss
+bnb_4bit_compute_dtype bnb_4bit_quant_storage boft_* bridge_backend cached_dataset cached_val_dataset calculate_KL
+calculate_per_token_loss
 check_model cp_* create_checkpoint_symlink cross_entropy_* csa_dense_mode
 custom_dataset_info custom_register_path data_parallel_* data_sharding decoder_*_pipeline_num_layers
 deepspeed_autotp_size device_map disable_auto_column_mapping disable_ignore_empty_think dist_ckpt_*

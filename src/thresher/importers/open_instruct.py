@@ -120,7 +120,7 @@ TABLE: r.Table = {
     **dict.fromkeys(("num_epochs", "num_train_epochs"), r.to("num_train_epochs")),
     "max_train_steps": r.by(set_max_steps, "max_steps", note="takes precedence over epochs"),
     "use_lora": r.lora_switch("read with `lora_rank`"),
-    "use_qlora": r.lacks(r.QUANTIZED),
+    **r.quantization(_is_lora, {"use_qlora": 4}, "", "", is_double=True),
     **r.lora_rules(_is_lora, "lora_rank"),
     "use_flash_attn": r.switch(f"{MODEL}attn_implementation", "flash_attention_2"),
     **r.kept(MODEL, "attn_implementation trust_remote_code"),

@@ -21,7 +21,7 @@ TEMPLATES = {
     "qwen3_nothink": "chatml",  # LLaMA-Factory: Qwen3's turns without the block of thoughts
 }
 # reasons why a setting of several trainers has no equivalent
-QUANTIZED = "quantized base weights (QLoRA) are not supported; full-precision weights are used"
+QUANTIZED = "base weights are quantized by bitsandbytes only"
 NAMED_TEMPLATE = "there is no template of this name here; the tokenizer's own template is used"
 WRITE_TEMPLATE = f"write the template to a file and set {DATA}template to its path"
 MIXED = "datasets cannot be weighted or sampled; every row is used once per epoch"
@@ -279,6 +279,42 @@ LABEL_WEIGHTS: Table = {
     name: by(partial(_set_label_weight, name=name), name) for name in ("desirable_weight", "undesirable_weight")
 }
 LABEL_SMOOTHING = by(_set_label_smoothing, "label_smoothing", note="not with sigmoid, where TRL 1.x ignores it")
+
+
+def quantization(
+    is_lora: Callable[[Translation], Any], keys: Mapping[str, int | None], kind: str, double: str, *, is_double: bool
+) -> Table:
+    """Make the rules for bitsandbytes from the trainer's names of its settings.
+
+    keys: switches, with the bits that they mean; None: the value is their number. is_double: without `double`.
+    """
+    target = f"{MODEL}quantization."
+
+    def function(value: Any, run: Translation, meant: int | None) -> None:
+        bits = int(meant or value)
+        if bits not in (4, 8):
+            return run.lacks("a base has 4 or 8 bits")
+        if not is_lora(run):
+            return run.lacks("only the base below an adapter can be quantized; use LoRA")
+        run.set(f"{target}bits", bits)
+        if bits == 4:
+            run.set(f"{target}type", run.get(kind) or "nf4")
+            given = run.get(double)
+            run.set(f"{target}double", is_double if given is None else bool(given))
+        return None
+
+    rules = {key: by(partial(function, meant=bits), f"{target}bits", off="off") for key, bits in keys.items()}
+    for key, name in ((kind, "type"), (double, "double")):
+        if key:
+            rules[key] = by(partial(_use_if_set, target=f"{target}{name}"), f"{target}{name}")
+    return rules
+
+
+def _use_if_set(_value: Any, run: Translation, target: str) -> None:
+    if run.value(target) is None:
+        run.ignore("only for 4 bits")
+    else:
+        run.use(target)
 
 
 def lora_rules(

@@ -160,7 +160,13 @@ TABLE: r.Table = {
         dora="use_dora",
     ),
     "lora_modules_to_save": r.modules_to_save(_is_lora),
-    **r.lack(r.QUANTIZED, "load_in_8bit load_in_4bit"),
+    **r.quantization(
+        _is_lora,
+        {"load_in_4bit": 4, "load_in_8bit": 8},
+        "bnb_4bit_quant_type",
+        "use_bnb_nested_quant",
+        is_double=False,
+    ),
     **dict.fromkeys(("dtype", "torch_dtype"), r.by(_set_weight_dtype, f"{MODEL}dtype", f"{MODEL}master_dtype")),
     **r.kept(MODEL, "attn_implementation trust_remote_code pad_token"),
     "model_revision": r.to(f"{MODEL}revision", neutral=("main",)),
@@ -202,8 +208,8 @@ TABLE: r.Table = {
 # a key of KTOConfig and RewardConfig that tells them from DPOConfig, by their programs: `trl kto`
 CLASSES: dict[str, dict[str, Any]] = {"kto": {"loss_type": "kto"}, "reward": {"center_rewards_coefficient": 0.0}}
 NEUTRAL = f"""{huggingface.NEUTRAL}
-activation_offloading bnb_4bit_quant_* dataset_streaming force_use_ref_model ignore_bias_buffers is_encoder_decoder
-label_pad_token_id lora_task_type pad_to_multiple_of padding_free padding_value streaming use_bnb_nested_quant
+activation_offloading bnb_4bit_quant_storage dataset_streaming force_use_ref_model ignore_bias_buffers is_encoder_decoder
+label_pad_token_id lora_task_type pad_to_multiple_of padding_free padding_value streaming
 use_liger_loss use_logits_to_keep
 """
 

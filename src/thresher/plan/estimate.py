@@ -225,8 +225,10 @@ class Estimate:
     def loaded_bytes_per_node(self) -> float:
         """Bytes that the processes of a node read when a run starts, in the precision of most model files."""
         num_gpus = min(self.cluster.gpus_per_node, self.cluster.num_gpus)
-        # replicas of a shard read a part of it each
-        return 2 * self.process.shards.total * num_gpus / self.dims.dp_replicate
+        # replicas of a shard read a part of it each; to quantize a matrix, a process reads all of it
+        process = self.process
+        read = process.elements.packed + process.shards.total - process.shards.packed
+        return 2 * read * num_gpus / self.dims.dp_replicate
 
     @property
     def usable_memory(self) -> float:

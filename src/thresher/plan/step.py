@@ -116,7 +116,7 @@ def wire_bytes(
         reduced = times * (2 if settings.reduce_dtype == "bf16" else stored)
         outer = stored * (times + gathers * micro_batches) * (process.elements.total - process.matrices.total)
         dense, experts = process.elements - process.experts, process.experts
-        gathered = compute * per_layer * (process.matrices.total - experts.total) + outer
+        gathered = per_layer * process.held_bytes(process.matrices - experts, compute) + outer
         sent["dp_shard"] = _ring(dims.fsdp_size) * (gathered + reduced * dense.trained)
         of_experts = compute * per_layer * experts.total + reduced * experts.trained
         sent["dp_shard"] += _ring(dims.ep_shard) * of_experts
@@ -148,6 +148,12 @@ def wire_bytes(
 def _ring(size: int) -> float:
     """Share of its payload that a process sends in an all-gather or a reduce-scatter, twice in an all-reduce."""
     return (size - 1) / size
+
+
+def _dequantized_bytes(process: Process, mismatched: Rows | None) -> float:
+    """Bytes that dequantization reads and writes in a micro-batch: before each product of forward and backward."""
+    passes = 2 + RECOMPUTED[process.recompute] + (process.reference is not None) + (mismatched is not None)
+    return passes * (process.size.packed_bytes + process.compute) * process.elements.packed
 
 
 def _tensor_parallel(process: Process, forwards: float) -> float:
@@ -203,6 +209,7 @@ def step_time(
     gpu, dims = cluster.gpu, process.dims
     flops = flops or step_flops(process, rows, mismatched)
     compute = process.slowest * flops.total / (COMPUTE_RATES[compiled] * gpu.peak_flops)
+    compute += micro_batches * _dequantized_bytes(process, mismatched) / (MEMORY_RATE * gpu.memory_bandwidth)
     # the optimizer reads weights, gradients and its state, and writes all but the gradients
     moved = (3 * process.stored + 2 * state_bytes(process.training, process.stored)) * process.shards.trained
     optimizer = moved / (MEMORY_RATE * gpu.memory_bandwidth)

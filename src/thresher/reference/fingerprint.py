@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -88,9 +89,9 @@ _IGNORED_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"
 class ReferenceFingerprint:
     """Everything but the tokens that determines a logp.
 
-    weights and settings are digests of the model's files; weights are held in master_dtype, and the forward computes in
-    dtype. scores_prompt: the tokens of the prompt have logps too. Layout, batch size, device and attention kernel are
-    excluded: they change a logp by rounding only.
+    weights and settings are digests of the model's files; weights are held in master_dtype, the matrices of quantized
+    models in fewer bits, and the forward computes in dtype. scores_prompt: the tokens of the prompt have logps too.
+    Layout, batch size, device and attention kernel are excluded: they change a logp by rounding only.
     """
 
     weights: str
@@ -98,10 +99,11 @@ class ReferenceFingerprint:
     dtype: str
     master_dtype: str
     scores_prompt: bool = False
+    quantization: str | Literal[False] = False
 
     @property
     def content(self) -> dict[str, str | bool]:
-        """The fields as stored; the default of scores_prompt is absent, as in caches that are older than it."""
+        """The fields as stored; those with a default are absent at it, as in caches that are older than them."""
         return {name: value for name, value in asdict(self).items() if value is not False}
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from thresher.errors import UserError
 from thresher.models.branching_state import splits_over
 from thresher.models.layouts import Layout
 from thresher.models.loading.load_sharded import check_tensors
+from thresher.models.loading.quantization import import_bitsandbytes
 from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
@@ -50,6 +52,8 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             "dropout masks; set actor_train.model_args.lora_dropout to 0, or "
             "actor_train.strategy_args.strategy_config.pp_size to 1"
         )
+    if spec.is_quantized:
+        _check_quantization(spec, is_replicated=is_replicated)
     if is_replicated:
         return
     find_files_to_shard(spec.path)
@@ -73,6 +77,19 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             "support; remove one of them"
         )
     check_tensors(spec.empty(), spec.path)
+
+
+def _check_quantization(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> None:
+    import_bitsandbytes()
+    for name in spec.settings.non_default("tp_size", "ep_size"):
+        raise UserError(
+            f"{spec.section}: {name} splits matrices, and quantized ones cannot be split: the blocks that share a "
+            "constant run along the rows of a whole matrix; remove it, and let more workers shard the model"
+        )
+    if is_replicated and Path(spec.path).exists():  # a model on the Hub may not be downloaded yet
+        model = spec.empty_to_share()
+        assert model is not None  # it raises
+        check_tensors(model, spec.path)
 
 
 def _check_optimizer(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> None:

@@ -160,6 +160,7 @@ TRAIN = StrategyDeclaration(
     build_train=f"{_PACKAGE}.build:build_train",
     build_infer=f"{_PACKAGE}.build:build_infer",
     check=f"{_PACKAGE}.check:check",
+    quantization=True,
 )
 INFER = replace(TRAIN, build_train=None)
-REPLICATED = StrategyDeclaration(ReplicaSettings, build_infer=f"{_PACKAGE}.build:build_replica")
+REPLICATED = StrategyDeclaration(ReplicaSettings, build_infer=f"{_PACKAGE}.build:build_replica", quantization=True)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import copy_shard, retie
+from thresher.models.loading.quantization import import_peft
 from thresher.models.loading.weight_files import find_file, is_of_adapter, missing_tensor, open_safetensors
 from thresher.models.pipeline_chunk import head_of
 
@@ -167,8 +168,6 @@ class LoraSettings:
 
 def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -> nn.Module:
     """Freeze a model and add trainable adapters; `init_adapters` sets their values."""
-    from peft import LoraConfig
-
     target = list(lora.target)
     modules = [each for each in target if _is_end_of_a_name(each, model.named_modules())]
     # matrices that belong to no linear module: stacked experts
@@ -188,7 +187,7 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
         # as PEFT matches them
         if unmatched := [end for end in ends if not _is_end_of_a_name(end, model.named_modules(), whole=whole)]:
             raise UserError(f"{name} {unmatched} matches no module of this model; correct the name, or remove it")
-    config = LoraConfig(
+    config = import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=dropout,
@@ -236,8 +235,6 @@ def _is_end_of_a_name(end: str, named: Iterable[tuple[str, Any]], *, whole: bool
 
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: float = 0.0) -> nn.Module:
     """Freeze a model and add the trainable modules of an adapter on disk; `AdapterFiles.load` sets their values."""
-    from peft import LoraConfig
-
     _check_dropout(adapter.settings.get("target_parameters") or (), dropout)
     settings = copy.deepcopy(dict(adapter.settings))  # PEFT appends to lists
     if _ties(model, adapter.modules_to_save) and not settings.get("ensure_weight_tying"):
@@ -245,18 +242,18 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: fl
             f"the adapter {adapter.path} trains embedding and head of a model that ties them apart from each other; "
             "merge it into the model with PEFT's merge_and_unload and train a new adapter"
         )
-    config = LoraConfig(**settings, lora_dropout=dropout, task_type=None if hasattr(model, "score") else "CAUSAL_LM")
+    config = import_peft().LoraConfig(
+        **settings, lora_dropout=dropout, task_type=None if hasattr(model, "score") else "CAUSAL_LM"
+    )
     return _attach(model, config, [str(adapter.settings.get("target_modules"))])
 
 
 def _attach(model: PreTrainedModel, config: Any, target: Sequence[str]) -> nn.Module:
-    from peft import get_peft_model
-
     try:
         is_on_meta = next(model.parameters()).is_meta
         with warnings.catch_warnings():  # PEFT adds patterns for experts as modules, which may then match nothing
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
+            adapted: nn.Module = import_peft().get_peft_model(model, config, low_cpu_mem_usage=is_on_meta)
     except TypeError as error:  # of a module that is trained whole
         raise UserError(f"modules_to_save {config.modules_to_save} is not possible: {error}; name others") from error
     except ValueError as error:
@@ -301,11 +298,10 @@ def _row_norms(weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name
 
 def default_lora_target(model_type: str) -> list[str]:
     """The modules that PEFT gives adapters in a family of models if none are named."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
-
-    if model_type not in DEFAULTS:
+    defaults = import_peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    if model_type not in defaults:
         raise UserError(f"PEFT has no default target_modules for {model_type} models; name them, or use all-linear")
-    return list(DEFAULTS[model_type])
+    return list(defaults[model_type])
 
 
 def _matches_nothing(model: nn.Module, target: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.distributed.run_on_all import divide_by_size, run_on_all
@@ -27,14 +27,24 @@ from thresher.models.loading.convert_tensors import check_conversion, convert_sh
 from thresher.models.loading.load import (
     REWARD_HEAD,
     class_to_load,
+    load_model,
     load_model_config,
     translate_load_errors,
     with_soft_caps,
     without_dropout,
 )
 from thresher.models.loading.location import hub_arguments
+from thresher.models.loading.quantization import (
+    Quantization,
+    QuantizedLinear,
+    dequantize_modules,
+    quantize_modules,
+    quantized_modules,
+    stored_quantization,
+)
 from thresher.models.loading.weight_files import (
     differently_tied,
+    find_file,
     find_files_to_shard,
     find_weight_files,
     has_plain_tensors,
@@ -59,16 +69,21 @@ def build_on_meta(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     is_reward_model: bool = False,
+    quantization: Quantization | None = None,
 ) -> PreTrainedModel:
     """Build a model on the meta device to read its shards; reject one that cannot be sharded."""
     find_files_to_shard(path)
-    return build_without_weights(
+    model = build_without_weights(
         path,
         dtype=dtype,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         is_reward_model=is_reward_model,
+        quantization=quantization,
     )
+    if quantized_modules(model) and not stores_every_parameter(model, path):
+        raise _cannot_quantize(path)
+    return model
 
 
 def build_to_share(
@@ -78,11 +93,18 @@ def build_to_share(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     is_reward_model: bool = False,
+    quantization: Quantization | None = None,
 ) -> PreTrainedModel | None:
-    """Build a model on the meta device whose replicas can read it together; None if transformers must load it."""
+    """Build a model on the meta device whose replicas can read it together; None if transformers must load it.
+
+    A quantized model can only be read so.
+    """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     runs_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    is_quantized = (quantization or stored_quantization(path)) is not None
     if runs_code or not has_plain_tensors(path):
+        if is_quantized:
+            raise _cannot_quantize(path)
         return None
     model = build_without_weights(
         path,
@@ -90,11 +112,24 @@ def build_to_share(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         is_reward_model=is_reward_model,
+        quantization=quantization,
     )
     # transformers loads some modules in a different precision
     in_fp32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
     has_one_dtype = dtype == torch.float32 or not in_fp32
-    return model if has_one_dtype and stores_every_parameter(model, path) else None
+    if has_one_dtype and stores_every_parameter(model, path):
+        return model
+    if is_quantized:
+        raise _cannot_quantize(path)
+    return None
+
+
+def _cannot_quantize(path: str) -> UserError:
+    return UserError(
+        f"{path} cannot be quantized while it is read: quantization needs a model of transformers in safetensors files "
+        "that have each tensor under its name, in master_dtype fp32 if the model keeps some modules in fp32; save the "
+        "model with save_pretrained, or remove model_args.quantization"
+    )
 
 
 def build_without_weights(
@@ -104,9 +139,14 @@ def build_without_weights(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     is_reward_model: bool = False,
+    quantization: Quantization | None = None,
 ) -> PreTrainedModel:
-    """Build a model whose parameters are on the meta device; buffers are real."""
+    """Build a model whose parameters are on the meta device; buffers are real, but for those of quantized modules."""
     config = load_model_config(path, trust_remote_code=trust_remote_code)
+    if (stored := stored_quantization(path)) is not None:
+        if quantization is not None:
+            raise UserError(f"{path} is stored in {stored}; remove model_args.quantization")
+        del config.quantization_config  # an export is not quantized
     revision = hub_arguments(path)[1].get("revision")
     auto_class = class_to_load(config, is_reward_model=is_reward_model)
     runs_code = trust_remote_code and auto_class.__name__ in (getattr(config, "auto_map", None) or {})
@@ -116,7 +156,34 @@ def build_without_weights(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **code
         )
     model.tie_weights()
+    if stored is not None:
+        names = SafetensorsReader(path, compares_tied=False).slices()
+        quantize_modules(model, stored, path, set(names))
+    elif quantization is not None:
+        quantize_modules(model, quantization, path, None)
     return without_dropout(with_soft_caps(model, attn_implementation))
+
+
+def load_dequantized(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    trust_remote_code: bool = False,
+    is_reward_model: bool = False,
+) -> PreTrainedModel:
+    """Load a model with dense weights, equal to the ones that it computes with if it is quantized."""
+    settings: dict[str, Any] = {"trust_remote_code": trust_remote_code, "is_reward_model": is_reward_model}
+    if (quantization or stored_quantization(path)) is None:
+        return load_model(path, dtype=dtype, **settings)
+    model = build_to_share(path, dtype=dtype, quantization=quantization, **settings)
+    assert model is not None  # it raises
+    load_local_shards(model, path, torch.device("cpu"))
+    dequantize_modules(model, dtype)
+    if find_file(path, "generation_config.json") is not None:
+        with translate_load_errors("generation config", path):
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -147,6 +214,8 @@ def allocate(model: PreTrainedModel, device: torch.device, *, weights_on: torch.
     """Give parameters on the meta device memory on `weights_on` or the device, and move buffers to the device."""
     home = weights_on or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
+    if home != device:
+        move_buffers(model, device)  # constants of quantized modules
     retie(model)  # allocating a tied parameter made two of it
 
 
@@ -186,14 +255,22 @@ def load_local_shards(
         named = [(name_in_files(name), each) for name, each in model.named_parameters() if not is_of_adapter(name)]
         stored = [*named, *_stored_buffers(model, reader)]
         readers = divide_by_size([to_local(tensor).numel() for _, tensor in stored], replicas.size)
+        quantized, filled = quantized_modules(model), []
         for (name, tensor), rank in zip(stored, readers, strict=True):
+            module = quantized.get(name)
             if _is_new_head(name, reader):
                 nn.init.zeros_(to_local(tensor))
+            elif module is not None:
+                _check_stored(reader, name, module)
+                if rank == replicas.rank:
+                    module.fill(tensor, reader.slices(), name, path, device)
+                filled += [(constant, rank) for constant in module.buffers()]
             elif rank == replicas.rank:
                 reader.read(name, tensor)
             else:
                 reader.find(name, tuple(tensor.shape))
-        return [(tensor, rank) for (_, tensor), rank in zip(stored, readers, strict=True)]
+            filled.append((tensor, rank))
+        return filled
 
     if replicas.size == 1:
         read()
@@ -237,9 +314,17 @@ def check_tensors(model: PreTrainedModel, path: str) -> None:
     if not _has_every_parameter(reader, model):
         check_conversion(model, reader.slices(), path)
         return
+    quantized = quantized_modules(model)
     for name, parameter in [*model.named_parameters(), *_stored_buffers(model, reader)]:
-        if not _is_new_head(name, reader):
+        if name in quantized:
+            _check_stored(reader, name, quantized[name])
+        elif not _is_new_head(name, reader):
             reader.find(name, tuple(parameter.shape))
+
+
+def _check_stored(reader: SafetensorsReader, name: str, module: QuantizedLinear) -> None:
+    if (shape := module.shape_in_files) is not None:
+        reader.find(name, shape)
 
 
 def _is_new_head(name: str, reader: SafetensorsReader) -> bool:

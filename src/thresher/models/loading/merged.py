@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles, attach_adapter
 from thresher.models.loading.load import load_model
-from thresher.models.loading.load_sharded import build_without_weights
+from thresher.models.loading.load_sharded import build_without_weights, load_dequantized
+from thresher.models.loading.quantization import Quantization
 from thresher.models.loading.weight_files import is_of_adapter, name_in_files
 
 
@@ -112,6 +113,15 @@ def load_merged(path: str, adapters: Sequence[AdapterFiles], **settings: Any) ->
     """Load a model whole, with adapters merged into it. settings: of `load_model`."""
     model = load_model(path, **settings)
     return MergedAdapters.of(path, adapters, **settings).merge_into(model) if adapters else model
+
+
+def load_plain(
+    path: str, adapters: Sequence[AdapterFiles], *, quantization: Quantization | None, **settings: Any
+) -> PreTrainedModel:
+    """Load a model with dense weights: with adapters merged into it, or those that a quantized one computes with."""
+    if adapters:
+        return load_merged(path, adapters, **settings)
+    return load_dequantized(path, quantization=quantization, **settings)
 
 
 def _factors(files: AdapterFiles, name: str, module: Any, tensors: Mapping[str, Any]) -> _Factors:

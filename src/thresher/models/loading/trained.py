@@ -147,4 +147,5 @@ def _frozen(layer: nn.Module) -> list[nn.Linear]:
     # not what a trained copy starts from: the copy would start with rounded values
     kept |= {part for module in layer.modules() if hasattr(module, "original_module") for part in module.modules()}
     linear = [module for module in layer.modules() if isinstance(module, nn.Linear) and module not in kept]
-    return [module for module in linear if not module.weight.requires_grad]
+    # quantized ones are neither narrowed nor widened
+    return [m for m in linear if not m.weight.requires_grad and m.weight.is_floating_point()]

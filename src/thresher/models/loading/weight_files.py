@@ -74,8 +74,8 @@ def find_files_to_shard(path: str) -> tuple[Path, ...]:
     reason = None
     if not Path(path).is_dir():
         reason = "it is not a directory with safetensors weights; download or convert it"
-    elif _config_of(path).get("quantization_config") is not None:
-        reason = "its weights are quantized; use a model that is not quantized"
+    elif is_quantized_elsewhere(path):
+        reason = "its weights are quantized, and not by bitsandbytes; use a model that is not quantized"
     if reason is not None:
         raise UserError(
             f"{path} cannot be sharded: {reason}, or set strategy_args.strategy_config.dp_replicate to the number of "
@@ -85,8 +85,14 @@ def find_files_to_shard(path: str) -> tuple[Path, ...]:
 
 
 def has_plain_tensors(path: str) -> bool:
-    """Whether a model is in safetensors files that are not quantized: transformers must convert any other."""
-    return not path.endswith(".gguf") and _config_of(path).get("quantization_config") is None
+    """Whether a model is in safetensors files that are read as they are: transformers must convert any other."""
+    return not path.endswith(".gguf") and not is_quantized_elsewhere(path)
+
+
+def is_quantized_elsewhere(path: str) -> bool:
+    """Whether a model's config.json says that its weights are quantized, by another package than bitsandbytes."""
+    stored = config_of(path).get("quantization_config")
+    return stored is not None and stored.get("quant_method") != "bitsandbytes"
 
 
 def find_file(path: str, name: str) -> Path | None:
@@ -130,7 +136,7 @@ def differently_tied(path: str, name: str, other: str) -> UserError:
 
 def _named_file(path: str) -> Path | None:
     """Find the file or index that config.json names as `transformers_weights`; None if it names none."""
-    config = _config_of(path)
+    config = config_of(path)
     name, nested = config.get("transformers_weights"), config.get("text_config")
     if nested and "transformers_weights" in {*config, *nested}:
         raise UserError(
@@ -164,7 +170,7 @@ def _existing(path: str, name: str, named_by: str) -> Path:
     return file
 
 
-def _config_of(path: str) -> dict[str, Any]:
+def config_of(path: str) -> dict[str, Any]:
     location, revision = hub_arguments(path)
     try:
         values: dict[str, Any] = PreTrainedConfig.get_config_dict(location, **revision)[0]

@@ -200,7 +200,7 @@ class SpecWithoutValues(ModelSpec[FSDP2Settings]):
     def empty(self) -> PreTrainedModel:
         # plain tensors on the meta device: a module cannot replace parameters that are fake already
         with _disable_current_modes():
-            return build_without_weights(self.path, **self._load_settings)
+            return build_without_weights(self.path, **self._load_settings, quantization=self.quantization)
 
     @property
     def shards_path(self) -> None:
