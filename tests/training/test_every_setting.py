@@ -118,7 +118,7 @@ MODEL_CASES = {
     "lora_alpha_pattern": Case({"lora_alpha_pattern": {"q_proj": 64}}, "later losses", {"lora_rank": 4}),
     "modules_to_save": Case({"modules_to_save": "lm_head"}, "later losses", {"lora_rank": 4}),
     "lora_exclude": Case({"lora_exclude": "q_proj"}, "later losses", {"lora_rank": 4}),
-    "quantization": Case({"quantization": {"bits": 4}}, "later losses", {"lora_rank": 4}),
+    "quantization": Case({"quantization": {"bits": 4}}, "first loss", {"lora_rank": 4}),
     "freeze_module_prefix": Case(
         {"freeze_module_prefix": "model.layers.1"}, "later losses", {"freeze_module_prefix": "model.embed"}
     ),
