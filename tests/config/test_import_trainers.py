@@ -261,12 +261,12 @@ model_name_or_path: org/sft
 dataset_mixture:
   datasets:
     - {id: org/a, config: main, split: train_prefs, weight: 1.0}
-    - {id: org/b, split: train, weight: 0.5}
+    - {id: org/b, split: train, weight: 1.0}
 max_prompt_length: 512
 """,
     )
     assert value(done, FILES) == ["hf://org/a:train_prefs:main", "hf://org/b:train"]
-    assert lost(done) == {"dataset_mixture", "max_prompt_length"}
+    assert lost(done) == {"max_prompt_length"}
     done = imported(
         tmp_path,
         "model_name_or_path: m\ndataset_mixer: {org/a: 1.0}\ndataset_splits: [train_prefs, test_prefs]\n"

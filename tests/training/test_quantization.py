@@ -140,6 +140,15 @@ def test_margins_start_at_exactly_zero_and_the_reference_stays_the_quantized_bas
         assert torch.equal(one.values, two.values)
 
 
+def test_modules_that_are_trained_whole_are_dense_ones(model_dir):
+    settings = {"lora_rank": 4, "quantization": NF4, "use_rslora": True, "lora_plus_ratio": 4.0}
+    outcome = train_from_config(model_dir, {}, "shared", **settings, modules_to_save="lm_head,model.norm")
+    assert outcome.metrics[0]["rewards/margins"] == 0.0
+    assert outcome.metrics[2]["rewards/margins"] != 0.0
+    with pytest.raises(UserError, match=r"contains .*q_proj, which quantization stores in few bits"):
+        train_from_config(model_dir, {}, "shared", **settings, modules_to_save="q_proj")
+
+
 @pytest.mark.parametrize("mode", ["precompute", "concurrent"])
 def test_a_reference_that_is_loaded_is_quantized_alike(base, mode):
     """Also one that starts from an adapter, or is cached."""
@@ -227,6 +236,8 @@ def test_what_an_engine_cannot_do_is_refused_before_it_starts(model_dir, num_wor
     [
         ({}, "quantization is for frozen weights, and all are trained; set lora_rank, or remove it"),
         ({"lora_rank": 4, "lora_init": "pissa"}, "lora_init pissa decomposes dense weights"),
+        ({"lora_rank": 4, "use_dora": True}, "use_dora needs dense weights"),
+        ({"lora_rank": 4, "merge_adapters": ["a"]}, "merge_adapters needs dense weights"),
     ],
 )
 def test_weights_that_are_trained_or_decomposed_are_not_quantized(model_args, reason):

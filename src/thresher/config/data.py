@@ -13,7 +13,7 @@ from thresher.config.section import Section, StringList, no_effect
 Column = Literal["chosen", "rejected", "prompt", "completion", "label", "completions", "scores", "subset", "order"]
 # metrics of a source are `train/NAME/loss`, those of a set `eval/NAME/loss`
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
-_TAKEN = ("loss", "rewards", "logps", "lengths", "labels", "kl", "kto", "entropy", "sft_loss")
+TAKEN_NAMES = ("loss", "rewards", "logps", "lengths", "labels", "kl", "kto", "entropy", "sft_loss")
 
 
 def _by_name(value: Any) -> Any:
@@ -28,10 +28,10 @@ def _by_name(value: Any) -> Any:
 
 def _usable_names(value: dict[str, Any]) -> dict[str, Any]:
     for name in value:
-        if not re.fullmatch(_NAME, name) or name in _TAKEN:
+        if not re.fullmatch(_NAME, name) or name in TAKEN_NAMES:
             raise ValueError(
                 f"the name {name!r} is part of the names of metrics; use letters, digits, `_`, `-` and `.`, and none "
-                f"of {', '.join(_TAKEN)}"
+                f"of {', '.join(TAKEN_NAMES)}"
             )
     return value
 

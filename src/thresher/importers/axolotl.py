@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from thresher.importers import huggingface
+from thresher.importers import huggingface, mixtures
 from thresher.importers import rules as r
 from thresher.importers.huggingface import set_optimizer, set_schedule, set_weight_dtype
 from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Rule, Translation
@@ -34,32 +34,40 @@ def _set_method(value: Any, run: Translation) -> None:
 
 
 def _set_datasets(target: str) -> r.Function:
-    def function(value: Any, run: Translation) -> None:
-        sets = value if isinstance(value, list) else [value]
-        r.set_sources(run, target, [_source(each) for each in sets])
-        if target != FILES:
-            return
-        columns = [_columns(each) for each in sets]
-        for key, column in columns[0].items() if columns else ():
-            run.set(f"{key}_key", column)
-        if any(each != columns[0] for each in columns):
-            run.lacks("chosen_key, rejected_key and prompt_key hold for all files; give the files the same columns")
-        kinds = {str(each.get("type", "")) for each in sets} - {_REWARD_ROWS}
-        styles = {kind.partition(".")[0] for kind in kinds} - {"", "chat_template"}
-        for style in styles:
-            if style in r.TEMPLATES:
-                run.set(f"{DATA}template", r.TEMPLATES[style])
-            else:
-                run.lacks(r.NAMED_TEMPLATE)
+    def function(_: Any, run: Translation) -> None:
+        keys = ("datasets", "test_datasets") if target == FILES else ("test_datasets", "datasets")
+        datasets, others = ([_dataset(each, run) for each in _entries(run.get(key))] for key in keys)
+        mixtures.set_datasets(run, target, datasets, others)
+        if not {_style(each) for each in _entries(run.get(keys[0]))} <= {"", *r.TEMPLATES}:
+            run.lacks(r.NAMED_TEMPLATE)
 
     return function
 
 
-def _source(each: Mapping[str, Any]) -> str:
-    files = each.get("data_files")
-    if files:
-        return str(files[0] if isinstance(files, list) else files)
-    return r.source_name(str(each.get("path")), each.get("split"), each.get("name"))
+def _entries(value: Any) -> list[Mapping[str, Any]]:
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def _dataset(each: Mapping[str, Any], run: Translation) -> mixtures.Dataset:
+    configs: Any = each.get("name")
+    at = each.get("data_files"), each.get("split")
+    files = [
+        file
+        for config in (configs if isinstance(configs, list) else [configs])
+        for file in mixtures.named_files(str(each.get("path")), *at, config, each.get("revision"))
+    ]
+    # only reward models are trained on one of several shards
+    shards = int(each.get("shards") or 1) if run.get("reward_model") else 1
+    return mixtures.Dataset(files, columns=_columns(each), template=r.TEMPLATES.get(_style(each)), weight=1 / shards)
+
+
+def _style(each: Mapping[str, Any]) -> str:
+    """Return the template in the type of the rows, such as chatml.intel, or under a dataset's own key."""
+    kind = str(each.get("type") or "")
+    style = "" if kind == _REWARD_ROWS else kind.partition(".")[0]
+    if style == "chat_template":
+        style = str(each.get("chat_template") or "")
+    return "" if style.startswith("tokenizer_default") else style
 
 
 def _columns(each: Mapping[str, Any]) -> dict[str, str]:
@@ -196,8 +204,8 @@ _OWN: r.Table = {
         is_double=True,
     ),
     **r.lack(r.QUANTIZED, "gptq quantization model_quantization_config quantize_moe_experts"),
-    "datasets": r.by(_set_datasets(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
-    "test_datasets": r.by(_set_datasets(EVAL_FILES), EVAL_FILES),
+    "datasets": r.by(_set_datasets(FILES), *mixtures.TRAINING_DATA),
+    "test_datasets": r.by(_set_datasets(EVAL_FILES), *mixtures.EVALUATION_DATA),
     "val_set_size": r.by(r.set_split, EVAL_SPLIT),
     "chat_template": r.template("tokenizer_default"),
     "chat_template_jinja": r.lacks(r.WRITE_TEMPLATE),

@@ -130,16 +130,16 @@ def _render(translation: Translation, path: Path) -> Iterator[str]:
             yield from _lines(chosen, comments)
 
 
-def _lines(values: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    indent = "  " * prefix.count(".")
+def _lines(values: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "", depth: int = 0) -> Iterator[str]:
+    indent = "  " * depth
     for key in sorted(values, key=lambda key: _IN_ROLE.index(key) if key in _IN_ROLE else len(_IN_ROLE)):
         value, dotted = values[key], f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
-            yield from _lines(value, comments, f"{dotted}.")
+            yield f"{indent}{_scalar(key)}:"
+            yield from _lines(value, comments, f"{dotted}.", depth + 1)
         else:
             comment = f"  # {comments[dotted]}" if dotted in comments else ""
-            yield f"{indent}{key}: {_scalar(value)}{comment}"
+            yield f"{indent}{_scalar(key)}: {_scalar(value)}{comment}"
 
 
 def _scalar(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from thresher.config.roles import SCHEDULES
 from thresher.importers import rules as r
 from thresher.importers.engines import DEEPSPEED
-from thresher.importers.translation import DATA, MODEL, TRAINING, Rule, Translation
+from thresher.importers.translation import DATA, MODEL, SETS, TRAINING, Rule, Translation
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"}
@@ -133,8 +133,10 @@ def set_strategy(target: str) -> r.Function:
 
 def set_best_metric(value: Any, run: Translation) -> None:
     name = str(value).removeprefix("eval_")
-    if name in _BEST:
-        run.set("metric_for_best_model", f"eval/{name}")
+    # with several sets, eval_SET_loss
+    of_sets = {f"{each}_{metric}": f"{each}/{metric}" for each in run.value(SETS) or {} for metric in _BEST}
+    if name in _BEST or name in of_sets:
+        run.set("metric_for_best_model", f"eval/{of_sets.get(name, name)}")
     else:
         run.drop("selects the best checkpoint only; eval/loss is used")
 

@@ -6,12 +6,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thresher.importers import huggingface
+from thresher.importers import huggingface, mixtures
 from thresher.importers import rules as r
 from thresher.importers.engines import read_json
-from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
+from thresher.importers.translation import (
+    DATA,
+    EVAL_FILES,
+    EVAL_SPLIT,
+    FILES,
+    MODEL,
+    SETS,
+    SOURCES,
+    TRAINING,
+    Translation,
+)
 
 _LOSSES = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
+_ONLINE = "ONLINE"  # datasets of the Hub, without a dataset_info.json
+# columns of dataset_info.json by their name here, and those that are found by their usual names alone
+_COLUMNS = {name: name for name in ("prompt", "chosen", "rejected")} | {"kto_tag": "label"}
+_USUAL = {
+    "messages": ("conversations", "messages"),
+    "query": ("input",),
+    "system": ("system",),
+    "history": ("history",),
+}
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 
 
@@ -47,29 +66,61 @@ def _set_ftx(value: Any, run: Translation) -> None:
         run.set("rpo_alpha", value)
 
 
-def _set_dataset(target: str) -> r.Function:
-    def function(value: Any, run: Translation) -> None:
-        names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
+def _set_datasets(target: str) -> r.Function:
+    def function(_: Any, run: Translation) -> None:
         directory = str(run.get("dataset_dir", "data"))
         known = read_json(str(Path(directory, "dataset_info.json"))) or {}
-        files = [_file(name, directory, known.get(name)) for name in names]
-        r.set_sources(run, target, files)
-        if not all(name in known for name in names):
+        datasets, others = (
+            [_dataset(name, directory, known.get(name)) for name in _names(run.get(key))]
+            for key in (("dataset", "eval_dataset") if target == FILES else ("eval_dataset", "dataset"))
+        )
+        is_named = len(datasets) > 1 and (
+            _is_interleaved(run) if target == FILES else run.get("eval_on_each_dataset", False)
+        )
+        if target == FILES and is_named:
+            over = run.get("mix_strategy") == "interleave_over"
+            mixtures.interleave(datasets, _names(run.get("interleave_probs")), until_last=over)
+        mixtures.set_datasets(run, target, datasets, others, is_named=is_named)
+        if directory != _ONLINE and not all(each.name in known for each in datasets):
             run.note(f"{directory}/dataset_info.json is not here, so the file name is a guess; check it")
-        for columns in (known[name].get("columns", {}) for name in names if name in known):
-            for ours in ("prompt", "chosen", "rejected"):
-                if ours in columns and target == FILES:
-                    run.set(f"{ours}_key", columns[ours])
+        for each in datasets:
+            columns = known.get(each.name, {}).get("columns", {})
+            for kind, names in _USUAL.items():
+                if columns.get(kind, names[0]) not in names:
+                    run.lacks(f"{each.name}: rename the column {columns[kind]} to {names[0]}")
 
     return function
 
 
-def _file(name: str, directory: str, info: Mapping[str, Any] | None) -> str:
+def _names(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [name.strip() for name in str(value or "").split(",") if name.strip()]
+
+
+def _dataset(name: str, directory: str, info: Mapping[str, Any] | None) -> mixtures.Dataset:
     if info is None:
-        return f"{directory}/{name}.json"
-    if hub := info.get("hf_hub_url") or info.get("ms_hub_url"):
-        return r.source_name(hub, info.get("split"), info.get("subset"))
-    return f"{directory}/{info.get('file_name', name)}"
+        return mixtures.Dataset([r.source_name(name) if directory == _ONLINE else f"{directory}/{name}.json"], name)
+    hub = info.get("hf_hub_url") or info.get("ms_hub_url")
+    file = info.get("cloud_file_name") or f"{directory}/{info.get('file_name', name)}"
+    columns = {_COLUMNS[kind]: column for kind, column in info.get("columns", {}).items() if kind in _COLUMNS}
+    return mixtures.Dataset(
+        mixtures.named_files(hub, None, info.get("split"), info.get("subset")) if hub else [file],
+        name,
+        {ours: column for ours, column in columns.items() if ours != column},
+        count=info.get("num_samples"),
+    )
+
+
+def _is_interleaved(run: Translation) -> bool:
+    return run.get("mix_strategy") in ("interleave_under", "interleave_over")
+
+
+def _set_mixing(value: Any, run: Translation) -> None:
+    if _is_interleaved(run):
+        mixtures.set_interleaved(value, run)
+    elif run.get("mix_strategy", "concat") in ("concat", "interleave_once"):
+        run.ignore("an epoch visits every row once")
+    else:
+        run.lacks(f"there is no mix_strategy {run.get('mix_strategy')}")
 
 
 def _set_cutoff(value: Any, run: Translation) -> None:
@@ -121,8 +172,9 @@ _OWN: r.Table = {
     "model_revision": r.to(f"{MODEL}revision", neutral=("main",)),
     "moe_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
     "rope_scaling": r.lacks("the positions of the model cannot be scaled; set rope_scaling in its config.json"),
-    "dataset": r.by(_set_dataset(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
-    "eval_dataset": r.by(_set_dataset(EVAL_FILES), EVAL_FILES),
+    "dataset": r.by(_set_datasets(FILES), *mixtures.TRAINING_DATA),
+    "eval_dataset": r.by(_set_datasets(EVAL_FILES), *mixtures.EVALUATION_DATA),
+    "eval_on_each_dataset": r.part_of("eval_dataset", SETS),
     "dataset_dir": r.part_of("dataset", FILES),
     "cutoff_len": r.by(_set_cutoff, "sequence_length", f"{DATA}truncation"),
     "template": r.template(),
@@ -130,8 +182,9 @@ _OWN: r.Table = {
     "default_system": r.to(f"{DATA}system_prompt"),
     "val_size": r.by(r.set_split, EVAL_SPLIT),
     **r.kept(DATA, "max_samples preprocessing_num_workers"),
-    "mix_strategy": r.lacks(r.MIXED, "concat"),
-    "interleave_probs": r.lacks(r.MIXED),
+    **dict.fromkeys(
+        ("mix_strategy", "interleave_probs"), r.by(_set_mixing, SOURCES, note="with num_samples of each dataset")
+    ),
     "disable_shuffling": r.lacks(r.SHUFFLED),
     "early_stopping_steps": r.lacks("a run ends after max_steps or num_train_epochs"),
     "loraplus_lr_ratio": r.lora_plus(_is_lora),
@@ -149,7 +202,7 @@ TABLE: r.Table = {**_OWN, **huggingface.TABLE, **_OWN}
 NEUTRAL = f"""{huggingface.NEUTRAL}
 adapter_folder apollo_* asft_alpha audio_* badam_* block_diag_attn buffer_size cache_dir compute_accuracy compute_dtype
 crop_to_patches data_shared_file_system device_map eaft_alpha
-enable_liger_kernel enable_torch_profiler eval_num_beams eval_on_each_dataset export_* fp8_* freeze_extra_modules
+enable_liger_kernel enable_torch_profiler eval_num_beams export_* fp8_* freeze_extra_modules
 freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower galore_* hf_hub_token
 hyper_parallel_* ignore_pad_token_for_loss image_* include_effective_tokens_per_second infer_backend infer_dtype
 init_special_tokens kt_* loraplus_lr_embedding low_cpu_mem_usage mask_history

@@ -7,10 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from thresher.config.roles import SCHEDULES
-from thresher.importers import huggingface
+from thresher.importers import huggingface, mixtures
 from thresher.importers import rules as r
 from thresher.importers.engines import PARALLEL_SIZES, megatron, set_megatron
-from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, TRAINING, Translation
+from thresher.importers.translation import (
+    DATA,
+    ENGINE,
+    EVAL_FILES,
+    EVAL_SPLIT,
+    FILES,
+    MODEL,
+    SOURCES,
+    TRAINING,
+    Translation,
+)
 
 _MEGATRON_ONLY = {
     "micro_batch_size",
@@ -64,23 +74,37 @@ def _set_loss(value: Any, run: Translation) -> None:
         run.lacks(f"ms-swift's {value} without a reference has no equivalent")
 
 
-def _set_files(target: str) -> r.Function:
+def _dataset(text: str) -> mixtures.Dataset:
+    """Read HUB::NAME:SUBSET/SUBSET#NUMBER, where all but the name is optional."""
+    hub, separator, rest = text.partition("::")
+    name, _, count = (rest if separator else hub).partition("#")
+    path, _, subsets = name.partition(":") if "://" not in name else (name, "", "")
+    files = [
+        file
+        for each in subsets.split("/")
+        for file in mixtures.named_files(path, None, "train" if each else None, each)
+    ]
+    return mixtures.Dataset(files, count=int(count) if count else None)
+
+
+def _set_datasets(target: str) -> r.Function:
     def function(value: Any, run: Translation) -> None:
-        names = value if isinstance(value, list) else [value]
-        files = []
-        counts: list[int | None] = []
-        for name in names:
-            path, _, count = str(name).partition("#")
-            path, _, subset = path.partition(":") if "://" not in path else (path, "", "")
-            path = path.removeprefix("HF::").removeprefix("MS::")
-            files.append(r.source_name(path, "train" if subset else None, subset or None))
-            counts.append(int(count) if count else None)
-        if any(counts):
-            run.set(target.replace("file_name", "max_samples"), max(filter(None, counts)))
-            if len(set(counts)) > 1:
-                run.differs("max_samples is the same for all datasets here")
-        r.set_sources(run, target, files)
-        if any(name.startswith("hf://") for name in files) and not run.get("use_hf"):
+        names = [str(name) for name in (value if isinstance(value, list) else [value])]
+        datasets = [_dataset(name) for name in names]
+        is_interleaved = target == FILES and len(datasets) > 1 and run.get("interleave_prob")
+        if len(datasets) == 1 and datasets[0].count:
+            run.set(target.replace("file_name", "max_samples"), datasets[0].count)
+            datasets[0].count = None
+        elif is_interleaved:
+            mixtures.interleave(
+                datasets, run.get("interleave_prob"), until_last=run.get("stopping_strategy") == "all_exhausted"
+            )
+        mixtures.set_datasets(run, target, datasets, is_named=bool(is_interleaved))
+        if not run.get("use_hf") and any(
+            file.startswith("hf://") and not name.lower().startswith("hf::")
+            for name, each in zip(names, datasets, strict=True)
+            for file in each.files
+        ):
             run.note("ms-swift reads ModelScope, thresher the Hugging Face Hub; check the name")
 
     return function
@@ -154,8 +178,8 @@ _OWN: r.Table = {
     ),
     "attn_impl": r.choice(f"{MODEL}attn_implementation", _ATTENTION, ignore="chosen automatically"),
     "model_revision": r.to(f"{MODEL}revision", neutral=("main", "master")),
-    "dataset": r.by(_set_files(FILES), FILES),
-    "val_dataset": r.by(_set_files(EVAL_FILES), EVAL_FILES),
+    "dataset": r.by(_set_datasets(FILES), FILES, SOURCES),
+    "val_dataset": r.by(_set_datasets(EVAL_FILES), *mixtures.EVALUATION_DATA),
     "split_dataset_ratio": r.by(r.set_split, EVAL_SPLIT),
     "max_length": r.to("sequence_length"),
     "truncation_strategy": r.choice(f"{DATA}truncation", _TRUNCATION, lacks="long pairs are dropped or cut"),
@@ -165,7 +189,8 @@ _OWN: r.Table = {
     **r.drop("the tokenizer's template is used", "template_backend agent_template add_non_thinking_prefix"),
     "system": r.to(f"{DATA}system_prompt"),
     **{name: r.template_argument(name) for name in ("enable_thinking", "preserve_thinking")},
-    "interleave_prob": r.lacks(r.MIXED),
+    "interleave_prob": r.by(mixtures.set_interleaved, SOURCES, note="with the number of rows of each dataset"),
+    "stopping_strategy": r.part_of("interleave_prob", SOURCES),
     "columns": r.lacks("set prompt_key, chosen_key and rejected_key"),
     "loss_scale": r.lacks("every token of a response has the same weight", "default", "last_round", "all"),
     **r.lack(r.SHUFFLED, {"dataset_shuffle": True, "train_dataloader_shuffle": True}),
@@ -242,7 +267,7 @@ moe_shared_expert_overlap moe_token_drop_policy mrl_dims mtp_* muon_* nccl_comm_
 num_beams num_labels optimizer_cpu_offload optimizer_cuda_graph optimizer_offload_fraction overlap_* packing packing_*
 padding_free padding_side perform_initialization pipeline_model_parallel_layout predict_with_generate problem_type
 ref_model_type reft_* repetition_penalty resume_only_model safe_serialization save_missing_weights seq_kd
-sequence_packing_scheduler sft_alpha sgd_momentum shuffle_buffer_size stop_words stopping_strategy stream streaming
+sequence_packing_scheduler sft_alpha sgd_momentum shuffle_buffer_size stop_words stream streaming
 strict structured_outputs_regex swanlab_* task_type te_rng_tracker temperature tensorboard_dir tensorboard_queue_size
 top_k top_logprobs top_p tp_comm_overlap tuner_backend use_cpu_initialization use_flash_ckpt
 use_fused_mhc use_hf use_logits_to_keep use_megatron_fsdp use_persistent_ckpt_worker use_precision_aware_optimizer

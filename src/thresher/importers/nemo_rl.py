@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thresher.importers import mixtures
 from thresher.importers import rules as r
 from thresher.importers.engines import MEGATRON_SIZES, set_megatron, use_megatron
-from thresher.importers.translation import ENGINE, EVAL_FILES, FILES, MODEL, TRAINING, Rule, Translation
+from thresher.importers.translation import ENGINE, EVAL_FILES, FILES, MODEL, SETS, TRAINING, Rule, Translation
 
 _LORA = "policy.dtensor_cfg.lora_cfg"
 # built-in datasets; HelpSteer3 has two answers and a score per row
@@ -42,20 +43,46 @@ def _set_sft(value: Any, run: Translation) -> None:
 
 
 def _set_data(target: str) -> r.Function:
-    def function(value: Any, run: Translation) -> None:
-        sets = value if isinstance(value, list) else [value]
-        shared = run.get("data.default") or {}
-        rows = [{**shared, **each} for each in sets]
-        r.set_sources(run, target, [_source(row) for row in rows])
-        for row in rows if target == FILES else ():
-            kind = row.get("dataset_name")
-            for name in ("prompt", "chosen", "rejected") if kind == "BinaryPreferenceDataset" else ():
-                if row.get(f"{name}_key", name) != name:
-                    run.set(f"{name}_key", row[f"{name}_key"])
-            if kind == "HelpSteer3":
-                run.lacks("rows have response1, response2 and a score; write prompt, chosen and rejected")
+    def function(_: Any, run: Translation) -> None:
+        datasets, others = _datasets("data.train", run), _validation(run)
+        if target == EVAL_FILES:
+            datasets, others = others, datasets
+            if run.get("data.val_data_paths") and run.entries[-1].key == "data.validation":
+                return run.ignore("data.val_data_paths takes precedence")
+        mixtures.set_datasets(run, target, datasets, others, is_named=len(datasets) > 1 and bool(datasets[0].name))
+        if target == FILES and any(
+            file.startswith("hf://nvidia/HelpSteer3") for each in datasets for file in each.files
+        ):
+            run.lacks("rows have response1, response2 and a score; write prompt, chosen and rejected")
+        return None
 
     return function
+
+
+def _validation(run: Translation) -> list[mixtures.Dataset]:
+    paths = run.get("data.val_data_paths") or {}
+    named = [mixtures.Dataset([r.source_name(path)], name, {}) for name, path in paths.items()]
+    return named or _datasets("data.validation", run)
+
+
+def _datasets(key: str, run: Translation) -> list[mixtures.Dataset]:
+    value, shared = run.get(key), run.get("data.default") or {}
+    rows = [{**shared, **each} for each in (value if isinstance(value, list) else [value] if value else [])]
+    return [mixtures.Dataset([_source(row)], columns=_columns(row)) for row in rows]
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, str]:
+    names = ("prompt", "chosen", "rejected") if row.get("dataset_name") == "BinaryPreferenceDataset" else ()
+    return {name: row[f"{name}_key"] for name in names if row.get(f"{name}_key", name) != name}
+
+
+def _set_best_metric(value: Any, run: Translation) -> None:
+    """Read val:validation-SET_loss; a single set has no name here, and is called `default` there."""
+    name = str(value).removeprefix("val:validation-").removesuffix("_loss")
+    if name in (run.value(SETS) or {}) and str(value) == f"val:validation-{name}_loss":
+        run.set("metric_for_best_model", f"eval/{name}/loss")
+    else:
+        run.drop("eval/loss selects the best checkpoint")
 
 
 def _source(row: Mapping[str, Any]) -> str:
@@ -197,10 +224,9 @@ TABLE: r.Table = {
         ENGINE.removesuffix("."),
         note="optimizer, schedule and parallel sizes, if enabled",
     ),
-    "data.train": r.by(_set_data(FILES), FILES, "prompt_key", "chosen_key", "rejected_key"),
-    "data.validation": r.by(_set_data(EVAL_FILES), EVAL_FILES),
+    "data.train": r.by(_set_data(FILES), *mixtures.TRAINING_DATA),
+    **dict.fromkeys(("data.validation", "data.val_data_paths"), r.by(_set_data(EVAL_FILES), *mixtures.EVALUATION_DATA)),
     "data.default": r.part_of("data.train", FILES),
-    "data.val_data_paths": r.converted(EVAL_FILES, lambda value: list(value.values())),
     "data.shuffle": r.lacks(r.SHUFFLED, True),
     "checkpointing.checkpoint_dir": r.to("output_dir"),
     "checkpointing.enabled": r.by(
@@ -210,7 +236,8 @@ TABLE: r.Table = {
     ),
     "checkpointing.save_period": r.positive("save_steps"),
     "checkpointing.keep_top_k": r.to("save_total_limit", "the newest are kept, and the best one", differs=True),
-    **r.drop("eval/loss selects the best checkpoint", "checkpointing.metric_name checkpointing.higher_is_better"),
+    "checkpointing.metric_name": r.by(_set_best_metric, "metric_for_best_model"),
+    **r.drop("follows from the metric", "checkpointing.higher_is_better"),
     "checkpointing.pretrained_checkpoint": r.lacks("give the model as policy.model_name"),
     "logger.log_dir": r.to("logging_dir"),
     **{f"logger.{name}_enabled": r.track(name) for name in ("wandb", "tensorboard", "mlflow")},

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thresher.importers import mixtures
 from thresher.importers import rules as r
 from thresher.importers.engines import set_deepspeed
 from thresher.importers.huggingface import TABLE as HF
 from thresher.importers.huggingface import set_max_steps, set_resume, set_schedule
-from thresher.importers.translation import DATA, ENGINE, FILES, MODEL, STRATEGY, TRAINING, Rule, Translation
+from thresher.importers.translation import (
+    DATA,
+    ENGINE,
+    EVAL_FILES,
+    FILES,
+    MODEL,
+    SETS,
+    SOURCES,
+    STRATEGY,
+    TRAINING,
+    Rule,
+    Translation,
+)
 
 _LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "simpo": "simpo"}
 
@@ -49,11 +62,31 @@ def _offload(name: str) -> Rule:
     return r.by(lambda _, run: run.use(f"{ENGINE}{name}"), ENGINE.removesuffix("."), note="read with `zero_stage`")
 
 
-def _set_mixer(value: Any, run: Translation) -> None:
-    pairs = dict(value) if isinstance(value, Mapping) else dict(zip(value[::2], value[1::2], strict=False))
-    r.set_sources(run, FILES, [r.source_name(str(name)) for name in pairs])
-    if any(float(share) != 1.0 for share in pairs.values()):
-        run.lacks(r.MIXED)
+def _set_mixer(target: str) -> r.Function:
+    """Make a function that reads names with amounts: a number with a decimal point is a share, without one a count."""
+
+    def function(value: Any, run: Translation) -> None:
+        pairs = list(value.items()) if isinstance(value, Mapping) else list(zip(value[::2], value[1::2], strict=True))
+        shared = run.get("mixer_list_splits", "train") if target == FILES else "train"  # also of dataset_mixer
+        splits = run.get(f"{run.entries[-1].key}_splits", shared)
+        splits = splits if isinstance(splits, list) else [splits]
+        datasets = []
+        for (name, amount), split in zip(pairs, splits if len(splits) > 1 else splits * len(pairs), strict=True):
+            each = mixtures.Dataset(mixtures.named_files(str(name), None, None if split == "train" else split))
+            if "." in str(amount):
+                each.weight = float(amount)
+            else:
+                each.count = int(amount)
+            datasets.append(each)
+        mixtures.set_datasets(run, target, datasets)
+
+    return function
+
+
+def _set_max_samples(value: Any, run: Translation) -> None:
+    run.set(f"{DATA}max_samples", value)
+    if run.value(SOURCES) or isinstance(run.value(FILES), list):
+        run.differs("the first rows of each dataset here, of all together there")
 
 
 def _set_dataset(value: Any, run: Translation) -> None:
@@ -93,12 +126,15 @@ TABLE: r.Table = {
         off="off",
     ),
     "load_balancing_weight": r.part_of("load_balancing_loss", f"{MODEL}moe_aux_loss_coef"),
-    **dict.fromkeys(("dataset_mixer", "dataset_mixer_list", "mixer_list"), r.by(_set_mixer, FILES)),
+    **dict.fromkeys(("dataset_mixer", "dataset_mixer_list", "mixer_list"), r.by(_set_mixer(FILES), FILES, SOURCES)),
+    **{f"{name}_splits": r.part_of(name, FILES) for name in ("dataset_mixer_list", "mixer_list")},
+    "dataset_mixer_eval_list": r.by(_set_mixer(EVAL_FILES), EVAL_FILES, SETS),
+    "dataset_mixer_eval_list_splits": r.part_of("dataset_mixer_eval_list", EVAL_FILES),
     "dataset_name": r.by(_set_dataset, FILES),
     "dataset_config_name": r.part_of("dataset_name", FILES),
     "dataset_mix_dir": r.lacks(f"name the files in {FILES}"),
     "train_file": r.to(FILES),
-    "max_train_samples": r.to(f"{DATA}max_samples"),
+    "max_train_samples": r.by(_set_max_samples, f"{DATA}max_samples"),
     "max_seq_length": r.by(_set_length, "sequence_length", f"{DATA}truncation"),
     **r.kept(DATA, "preprocessing_num_workers"),
     **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), r.tokenizer("model_name_or_path")),
@@ -142,10 +178,6 @@ TABLE: r.Table = {
     "zero_stage": r.by(_set_zero, f"{STRATEGY}strategy_name", ENGINE.removesuffix(".")),
     **{name: _offload(name) for name in ("offload_optimizer", "offload_param")},
     **r.drop("the default transform tokenizes and cuts, as here", "transform_fn dataset_transform_fn target_columns"),
-    **r.drop(
-        "the split `train` is read; name a different one as hf://NAME:SPLIT",
-        "mixer_list_splits dataset_mixer_list_splits",
-    ),
     **r.drop("nothing is uploaded; `thresher export` writes a directory", "push_to_hub save_to_hub"),
 }
 # memory, placement, kernels, caches, uploads, evaluation elsewhere and other methods

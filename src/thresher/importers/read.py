@@ -25,6 +25,7 @@ _ARRAY = re.compile(r"^[ \t]*(?:declare\s+-a\s+)?([A-Za-z_]\w*)=\(([^()]*)\)", r
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}|(\w+)|[@*#?])")
 _REDIRECTION = re.compile(r"\s\d?>{1,2}\s*&?\s*\S+")
+_INSIDE_WORD = re.compile(r"(?<=[^\s;&|()])#")  # where it does not start a comment
 _OPERATOR = re.compile(r"[();<>|&]+")
 
 
@@ -178,10 +179,10 @@ def read_commands(text: str) -> list[Command]:
 
 
 def _words(text: str) -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer = shlex.shlex(_INSIDE_WORD.sub("\0", text), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:
-        return list(lexer)
+        return [word.replace("\0", "#") for word in lexer]
     except ValueError:  # an open quote: a line of a here-document or of a program for another shell tool
         return []
 

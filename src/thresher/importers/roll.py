@@ -15,7 +15,18 @@ from thresher.config.section import invalid_config, known_keys, merge_settings
 from thresher.importers import huggingface
 from thresher.importers import rules as r
 from thresher.importers.engines import find_declared
-from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, MODEL, TRAINING, Dialect, Entry, Rule, Translation
+from thresher.importers.translation import (
+    DATA,
+    ENGINE,
+    EVAL_FILES,
+    MODEL,
+    SETS,
+    TRAINING,
+    Dialect,
+    Entry,
+    Rule,
+    Translation,
+)
 from thresher.redact import redact
 
 _ROLES = ("actor_train.", "reference.")
@@ -58,7 +69,7 @@ def _moved(target: str, convert: Callable[[Any], Any] = lambda value: value) -> 
 
 
 def _is_evaluated(run: Translation) -> bool:
-    sources = (EVAL_FILES, f"{DATA}eval_file_name", "validation.data_args.store", "validation.split")
+    sources = (EVAL_FILES, f"{DATA}eval_file_name", "validation.data_args.store", SETS, "validation.split")
     return any(map(run.gives, sources))
 
 
@@ -281,7 +292,7 @@ IMPORTED: r.Table = {
     f"{MODEL}moe_aux_loss_coef": r.to(f"{MODEL}moe_aux_loss_coef", neutral=(0.0,)),
     f"{MODEL}model_config_kwargs": r.lacks("change the model's config.json"),
     f"{DATA}template": r.choice(f"{DATA}template", _TEMPLATES, lacks=r.NAMED_TEMPLATE),
-    f"{DATA}domain_interleave_probs": r.lacks(r.MIXED),
+    **r.drop("not read by ROLL's DPO pipeline; see actor_train.data_args.sources", f"{DATA}domain_interleave_probs"),
     **{
         f"{role}strategy_args.{name}": r.by(make(role), f"{role}strategy_args.{name}")
         for role in _ROLES

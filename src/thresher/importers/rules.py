@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, EVAL_SPLIT, MODEL, Rule, Translation
+from thresher.importers.translation import DATA, ENGINE, EVAL_FILES, EVAL_SPLIT, MODEL, SETS, Rule, Translation
 
 Table = dict[str, Rule]
 Function = Callable[[Any, Translation], None]
@@ -24,7 +24,6 @@ TEMPLATES = {
 QUANTIZED = "base weights are quantized by bitsandbytes only"
 NAMED_TEMPLATE = "there is no template of this name here; the tokenizer's own template is used"
 WRITE_TEMPLATE = f"write the template to a file and set {DATA}template to its path"
-MIXED = "datasets cannot be weighted or sampled; every row is used once per epoch"
 REFERENCE_ADAPTER = "the reference cannot have its own adapter; merge it into the model first"
 FROZEN = "parameters are frozen by name prefix only; set freeze_module_prefix"
 OTHER_METHOD = "this is not preference training"
@@ -37,7 +36,7 @@ VOCABULARY = "the tokenizer's vocabulary cannot be changed"
 OTHER_CHECKPOINT = "checkpoints of another trainer cannot be resumed; give the model as `pretrain`"
 PLAIN_TUNERS = "only full fine-tuning and LoRA are supported"
 
-_DATA_SUFFIXES = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".bz2", ".zst"}
+DATA_SUFFIXES = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".bz2", ".zst"}
 _TRL_LOSSES = {"aot_pair": "aot", "aot_unpair": "aot_unpaired", "bco": "bco_pair"}
 # the losses of TRL 1.x that read label_smoothing; its sigmoid ignores it, ours does not
 _SMOOTHED = ("aot", "aot_unpaired", "exo_pair", "robust")
@@ -169,11 +168,12 @@ def steps(target: str) -> Rule:
     return by(function, target)
 
 
-def source_name(name: str, split: str | None = None, config: str | None = None) -> str:
+def source_name(name: str, split: str | None = None, config: str | None = None, revision: str | None = None) -> str:
     """Name a dataset: a path or URL as it is, otherwise a dataset of the Hugging Face Hub."""
-    if "://" in name or name.startswith(("/", ".", "~")) or PurePath(name).suffix in _DATA_SUFFIXES:
+    if "://" in name or name.startswith(("/", ".", "~")) or PurePath(name).suffix in DATA_SUFFIXES:
         return name
-    parts = [f"hf://{name}", *([split or "train"] if split or config else []), *([config] if config else [])]
+    at = f"@{revision}" if revision else ""
+    parts = [f"hf://{name}{at}", *([split or "train"] if split or config else []), *([config] if config else [])]
     return ":".join(parts)
 
 
@@ -190,7 +190,7 @@ def ratio(value: Any, peak: Any) -> float:
 def set_split(value: Any, run: Translation) -> None:
     """Hold out a share of the training pairs, unless there is other validation data."""
     share = float(value or 0)
-    if run.value(EVAL_FILES):
+    if run.value(EVAL_FILES) or run.value(SETS):
         run.ignore("there is validation data")
     elif 0 < share < 1:
         run.set(EVAL_SPLIT, share)

@@ -20,8 +20,10 @@ DATA = "actor_train.data_args."
 STRATEGY = "actor_train.strategy_args."
 ENGINE = f"{STRATEGY}strategy_config."
 FILES = f"{DATA}file_name"
+SOURCES = f"{DATA}sources"
 EVAL_FILES = "validation.data_args.file_name"
 EVAL_SPLIT = "validation.split"
+SETS = "validation.sets"
 
 Outcome = Literal[
     "kept", "renamed", "translated", "different meaning", "no equivalent", "no effect", "changes nothing here"
@@ -275,16 +277,18 @@ class Translation:
         if trains_rewards and self.value(f"{STRATEGY}strategy_name") == "megatron_train":
             note = "megatron_train does not train reward models; fsdp2_train does"
             self.unset_section(STRATEGY, note, "no equivalent")
-        if self.value(EVAL_FILES):
+        is_validated = self.value(EVAL_FILES) or self.value(SETS)
+        if is_validated:
             for name in ("template", "template_arguments", "system_prompt", "truncation"):
                 if self.value(f"{DATA}{name}") is not None:
                     self._flat.setdefault(f"validation.data_args.{name}", self.value(f"{DATA}{name}"))
+        self._limit_each_source()
         has_adapter = self.value(f"{MODEL}adapter_name_or_path") is not None
         uses_lora = has_adapter or self.value(f"{MODEL}lora_rank") is not None
         of_new = " ".join(OF_NEW_ADAPTERS)
         schedule, warmup = self.value(f"{TRAINING}lr_scheduler_type"), self.value(f"{TRAINING}warmup_steps")
         batch, trackers = self.value(f"{TRAINING}global_batch_size"), set(self.value("track_with") or ())
-        is_evaluated = self.value(EVAL_FILES) or self.value(EVAL_SPLIT)
+        is_evaluated = is_validated or self.value(EVAL_SPLIT)
         evaluation = (
             "eval_strategy eval_steps eval_on_start metric_for_best_model greater_is_better samples.num_prompts"
         )
@@ -306,6 +310,18 @@ class Translation:
         ):
             for name in names.split() if is_unused else ():
                 self.unset(f"{section}{name}", note)
+
+    def _limit_each_source(self) -> None:
+        """Move max_samples into each source."""
+        sources, key = self.value(SOURCES), f"{DATA}max_samples"
+        if not isinstance(sources, dict) or not isinstance(limit := self.value(key), int):
+            return
+        del self._flat[key]
+        for each in sources.values():
+            name = "count" if "count" in each else "max_samples"
+            each[name] = min(each.get(name, limit), limit)
+        for entry in self.entries:
+            entry.targets = [SOURCES if target == key else target for target in entry.targets]
 
     def settle(self) -> None:
         """Leave out targets that were not set after all."""

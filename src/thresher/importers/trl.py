@@ -6,53 +6,72 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from thresher.importers import huggingface
+from thresher.importers import huggingface, mixtures
 from thresher.importers import rules as r
-from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, Translation
+from thresher.importers.translation import DATA, EVAL_FILES, EVAL_SPLIT, FILES, MODEL, SOURCES, Translation
 
 _TRUNCATION = {"keep_start": "response_end", "keep_end": "prompt_start"}
 
 
-def set_files(run: Translation, train: list[str], test: list[str]) -> None:
-    """Set the sources; validation data only if the config evaluates."""
-    r.set_sources(run, FILES, train)
+def _set_data(run: Translation, train: list[mixtures.Dataset], test: list[mixtures.Dataset], **how: Any) -> None:
+    """Set the datasets; validation data only if the config evaluates."""
+    mixtures.set_datasets(run, FILES, train, **how)
     run.differs(
         "TRL trains on rows of plain strings as raw text, here they get the chat template: set "
         f"{DATA}template=raw for such rows; conversations are the same"
     )
     if test and run.get("eval_strategy", run.get("evaluation_strategy", "no")) != "no":
-        r.set_sources(run, EVAL_FILES, test)
+        mixtures.set_datasets(run, EVAL_FILES, test)
 
 
 def _set_dataset(value: Any, run: Translation) -> None:
     config = run.get("dataset_config")
     train, test = run.get("dataset_train_split", "train"), run.get("dataset_test_split", "test")
-    set_files(run, [r.source_name(value, train, config)], [r.source_name(value, test, config)])
+    _set_data(run, *([mixtures.Dataset(mixtures.named_files(value, None, split, config))] for split in (train, test)))
 
 
 def _set_mixture(value: Any, run: Translation) -> None:
     """Read a list of datasets: alignment-handbook's `dataset_mixture` or TRL's `datasets`."""
     parts = value.get("datasets", []) if isinstance(value, Mapping) else value
-    names = [
-        r.source_name(part.get("id") or part.get("path"), part.get("split"), part.get("config") or part.get("name"))
+    datasets = [
+        mixtures.Dataset(
+            mixtures.named_files(
+                part.get("id") or part["path"],
+                part.get("data_files"),
+                part.get("split"),
+                part.get("config") or part.get("name"),
+            ),
+            weight=1.0 if part.get("weight") is None else float(part["weight"]),
+        )
         for part in parts
     ]
-    set_files(run, names, [])
-    if any((part.get("weight") or part.get("fraction") or 1.0) != 1.0 for part in parts):
-        run.lacks(r.MIXED)
+    has_fractions = len(parts) > 1 and any(part.get("fraction") for part in parts)
+    _set_data(run, datasets, [], is_named=has_fractions)
+    if has_fractions:
+        run.lacks(
+            "TRL's fractions are shares of the mixture, which depend on the numbers of rows; set `weight`, a share of "
+            f"the dataset, of each in {SOURCES}"
+        )
+    if any(part.get("data_dir") for part in parts):
+        run.lacks("name the files of data_dir in file_name")
     held_out = value.get("test_split_size") if isinstance(value, Mapping) else run.get("test_split_size")
     if held_out and run.get("eval_strategy", "no") != "no":
         r.set_split(held_out, run)
 
 
 def _set_mixer(value: Any, run: Translation) -> None:
-    """Read alignment-handbook's `dataset_mixer`, a mapping from name to fraction, with `dataset_splits`."""
-    splits = run.get("dataset_splits") or ["train"]
-    train = [r.source_name(name, split) for name in value for split in splits if not split.startswith("test")]
-    test = [r.source_name(name, split) for name in value for split in splits if split.startswith("test")]
-    set_files(run, train, test)
-    if any(fraction != 1.0 for fraction in value.values()):
-        run.lacks(r.MIXED)
+    """Read alignment-handbook's `dataset_mixer`, a mapping from name to share, with `dataset_splits`."""
+    configs = run.get("dataset_configs") or [None] * len(value)
+    train: list[mixtures.Dataset] = []
+    test: list[mixtures.Dataset] = []
+    for (name, share), config in zip(value.items(), configs, strict=True):
+        for split in run.get("dataset_splits") or ["train"]:
+            files = mixtures.named_files(name, None, split, config)
+            if split.startswith("test"):
+                test.append(mixtures.Dataset(files))
+            else:
+                train.append(mixtures.Dataset(files, weight=float(share)))
+    _set_data(run, train, test, rows="the first rows")
 
 
 def _set_rewards(value: Any, run: Translation) -> None:
@@ -192,9 +211,10 @@ TABLE: r.Table = {
     "dataset_config": r.part_of("dataset_name", FILES),
     "dataset_train_split": r.part_of("dataset_name", FILES),
     "dataset_test_split": r.part_of("dataset_name", EVAL_FILES),
-    **dict.fromkeys(("datasets", "dataset_mixture"), r.by(_set_mixture, FILES, EVAL_SPLIT)),
-    "dataset_mixer": r.by(_set_mixer, FILES, EVAL_FILES),
+    **dict.fromkeys(("datasets", "dataset_mixture"), r.by(_set_mixture, FILES, SOURCES, EVAL_SPLIT)),
+    "dataset_mixer": r.by(_set_mixer, FILES, SOURCES, EVAL_FILES),
     "dataset_splits": r.part_of("dataset_mixer", FILES),
+    "dataset_configs": r.part_of("dataset_mixer", FILES),
     "test_split_size": r.part_of("datasets", EVAL_SPLIT),
     "max_length": r.to("sequence_length"),
     "truncation_mode": r.by(_set_truncation, f"{DATA}truncation"),

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import UserError
 from thresher.models.loading.load_sharded import copy_shard, retie
-from thresher.models.loading.quantization import import_peft
+from thresher.models.loading.quantization import import_peft, quantized_modules
 from thresher.models.loading.weight_files import find_file, is_of_adapter, missing_tensor, open_safetensors
 from thresher.models.pipeline_chunk import head_of
 
@@ -187,6 +187,12 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
         # as PEFT matches them
         if unmatched := [end for end in ends if not _is_end_of_a_name(end, model.named_modules(), whole=whole)]:
             raise UserError(f"{name} {unmatched} matches no module of this model; correct the name, or remove it")
+    whole_ones = [(name, each) for name, each in model.named_modules() if name.endswith(tuple(lora.modules_to_save))]
+    if packed := [name for name, each in whole_ones if quantized_modules(each)]:
+        raise UserError(
+            f"modules_to_save {list(lora.modules_to_save)} contains {packed[0]}, which quantization stores in few bits, "
+            "so it cannot be trained; remove it"
+        )
     config = import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
