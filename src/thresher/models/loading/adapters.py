@@ -190,8 +190,8 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
     whole_ones = [(name, each) for name, each in model.named_modules() if name.endswith(tuple(lora.modules_to_save))]
     if packed := [name for name, each in whole_ones if quantized_modules(each)]:
         raise UserError(
-            f"modules_to_save {list(lora.modules_to_save)} contains {packed[0]}, which quantization stores in few bits; "
-            "it cannot be trained, so remove it"
+            f"modules_to_save {list(lora.modules_to_save)} contains {packed[0]}, which quantization stores in few "
+            "bits; it cannot be trained, so remove it"
         )
     config = import_peft().LoraConfig(
         r=lora.rank,
