@@ -17,6 +17,8 @@ from thresher.checkpoint.manager import list_checkpoints
 from thresher.checkpoint.tensor_files import load_tensors
 from thresher.config import parse_config
 from thresher.observability.log_files import METRICS, SAMPLES
+from thresher.models.loading.load_sharded import load_dequantized
+from thresher.models.loading.quantization import Quantization
 from thresher.observability.trackers.jsonl import read_metrics, read_records
 from thresher.pipeline import DPOPipeline
 
@@ -132,13 +134,16 @@ def test_a_policy_that_equals_its_reference_ties_at_zero_kl(base: dict[str, Any]
     assert metrics[4]["samples/kl"] != 0.0
 
 
-def test_the_reference_of_an_adapter_is_the_model_without_it(base: dict[str, Any], tmp_path: Path) -> None:
-    policy = {
-        **base["actor_train"],
-        "model_args": {"dtype": "fp32", "lora_rank": 4, "lora_target": ["q_proj", "v_proj"]},
-    }
+@pytest.mark.parametrize("quantization", [None, Quantization(4)], ids=["dense", "4 bits"])
+def test_the_reference_of_an_adapter_is_the_model_without_it(
+    base: dict[str, Any], tmp_path: Path, quantization: Quantization | None
+) -> None:
+    lora = {"dtype": "fp32", "lora_rank": 4, "lora_target": ["q_proj", "v_proj"]}
+    bits = None if quantization is None else {"bits": quantization.bits}
+    policy = {**base["actor_train"], "model_args": {**lora, "quantization": bits}}
     rows, _ = run(settings(base, tmp_path / "run", GREEDY, actor_train=policy, reference={}, eval_on_start=True))
-    model, tokenizer = (kind.from_pretrained(base["pretrain"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model = load_dequantized(base["pretrain"], dtype=torch.float32, quantization=quantization)
+    tokenizer = AutoTokenizer.from_pretrained(base["pretrain"])
     for row in rows:
         expected = tokenizer.decode(greedy_answer(model, tokenizer, row["prompt"], 12), skip_special_tokens=True)
         assert row["reference"] == expected

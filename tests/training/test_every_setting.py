@@ -110,7 +110,7 @@ MODEL_CASES = {
     "lora_dropout": Case({"lora_dropout": 0.5}, "later losses", {"lora_rank": 4}),
     "lora_target": Case({"lora_target": "q_proj"}, "later losses", {"lora_rank": 4}),
     "lora_init": Case({"lora_init": "pissa"}, "later losses", {"lora_rank": 4}),
-    "quantization": Case({"quantization": {"bits": 4}}, "later losses", {"lora_rank": 4}),
+    "quantization": Case({"quantization": {"bits": 4}}, "first loss", {"lora_rank": 4}),
     "freeze_module_prefix": Case(
         {"freeze_module_prefix": "model.layers.1"}, "later losses", {"freeze_module_prefix": "model.embed"}
     ),

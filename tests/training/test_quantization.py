@@ -199,7 +199,7 @@ def test_a_quantized_checkpoint_is_neither_trained_whole_nor_quantized_again(mod
     plain_base(model_dir, NF4).save_pretrained(tmp_path / "stored")
     with pytest.raises(UserError, match=r"is stored in 4 bits \(nf4, double\), which cannot be trained; set"):
         check_engine(config_of(tmp_path / "stored", 1, {}), "actor_train")
-    with pytest.raises(UserError, match="remove model_args.quantization"):
+    with pytest.raises(UserError, match=r"remove model_args\.quantization"):
         check_engine(config_of(tmp_path / "stored", 1, {}, lora_rank=4, quantization=INT8), "actor_train")
 
 

@@ -20,6 +20,7 @@ from thresher.api.objects import adapter_settings, data_source, joined_sources, 
 from thresher.api.process import Accelerator, open_console, quiet_libraries
 from thresher.api.results import Metrics, TrainResult, mean_loss, model_card, read_records, trainer_state, upload
 from thresher.builders.checkpoints import build_checkpoint_manager
+from thresher.builders.engines import quantization_of
 from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.objective import build_objective, trains_rewards
 from thresher.checkpoint.manager import latest

@@ -27,8 +27,8 @@ from thresher.losses.objective import Objective
 from thresher.models.layouts import VARLEN, Layout, LayoutName, choose_layout, transformers_attention, with_ends
 from thresher.models.loading.load import DTYPES, load_model_config, load_tokenizer, set_pad_token
 from thresher.models.loading.load_sharded import build_without_weights
-from thresher.models.loading.quantization import quantized_modules
 from thresher.models.loading.location import named_model
+from thresher.models.loading.quantization import quantized_modules
 from thresher.models.probe import what_packed_rows_lack
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from thresher.builders.engines import quantization_of
 from thresher.builders.export import load_trained_model
 from thresher.builders.inputs import RunInputs
 from thresher.builders.reference import reference_digest

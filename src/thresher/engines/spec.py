@@ -24,7 +24,7 @@ from thresher.errors import UserError
 from thresher.models.layouts import Layout, transformers_attention
 from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model, load_model_config
-from thresher.models.loading.load_sharded import build_on_meta, build_to_share
+from thresher.models.loading.load_sharded import build_on_meta, build_to_share, cannot_quantize
 from thresher.models.loading.quantization import Quantization, stored_quantization
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
@@ -108,6 +108,8 @@ class ModelSpec(Generic[Settings]):
         return (self.quantization or stored_quantization(self.path)) is not None
 
     def load(self) -> PreTrainedModel:
+        if self.is_quantized:
+            raise cannot_quantize(self.path)
         return load_model(self.path, **self._load_settings)
 
     def empty(self) -> PreTrainedModel:

@@ -105,9 +105,7 @@ _OWN: r.Table = {
     "ref_model": r.to("reference.model_args.model_name_or_path"),
     "ref_model_adapters": r.lacks(r.REFERENCE_ADAPTER),
     "ref_model_quantization_bit": r.lacks("the reference is quantized like the policy"),
-    **r.quantization(
-        _is_lora, {"quantization_bit": None}, "quantization_type", "double_quantization", is_double=True
-    ),
+    **r.quantization(_is_lora, {"quantization_bit": None}, "quantization_type", "double_quantization", is_double=True),
     "quantization_method": r.lacks(r.QUANTIZED, "bnb", "bitsandbytes"),
     "finetuning_type": r.lora_switch("full or lora", full="full"),
     **r.lora_rules(_is_lora, "lora_rank", targets="lora_target", rslora="use_rslora"),

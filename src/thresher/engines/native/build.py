@@ -142,7 +142,7 @@ def _load_and_parallelize(
         parallel = parallelize(model, spec.shards_path, mesh, settings, spec.compute_dtype, spec.device)
         return model, module, parallel
     parallel = ParallelContext(dp_group=DataParallelGroup(world.rank, world.size, world.group))
-    # replicas with a process group read the files together, if they can; and quantized models are read so
+    # replicas with a process group read the files together, if they can; a quantized model can only be read so
     can_share = spec.is_quantized or (world.size > 1 and world.group is not None and not needs_weights)
     shared = spec.empty_to_share() if can_share else None
     model = spec.load() if shared is None else shared

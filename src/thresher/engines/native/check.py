@@ -17,7 +17,7 @@ from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.branching_state import splits_over
 from thresher.models.layouts import Layout
-from thresher.models.loading.load_sharded import check_tensors
+from thresher.models.loading.load_sharded import cannot_quantize, check_tensors
 from thresher.models.loading.quantization import import_bitsandbytes
 from thresher.models.loading.weight_files import find_files_to_shard
 from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
@@ -82,8 +82,8 @@ def _check_quantization(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) 
             "constant run along the rows of a whole matrix; remove it, and let more workers shard the model"
         )
     if is_replicated and Path(spec.path).exists():  # a model on the Hub may not be downloaded yet
-        model = spec.empty_to_share()
-        assert model is not None  # it raises
+        if (model := spec.empty_to_share()) is None:
+            raise cannot_quantize(spec.path)
         check_tensors(model, spec.path)
 
 

@@ -79,7 +79,7 @@ def build_on_meta(
         quantization=quantization,
     )
     if quantized_modules(model) and not stores_every_parameter(model, path):
-        raise _cannot_quantize(path)
+        raise cannot_quantize(path)
     return model
 
 
@@ -92,16 +92,10 @@ def build_to_share(
     is_reward_model: bool = False,
     quantization: Quantization | None = None,
 ) -> PreTrainedModel | None:
-    """Build a model on the meta device whose replicas can read it together; None if transformers must load it.
-
-    A quantized model can only be read so.
-    """
+    """Build a model on the meta device whose replicas can read it together; None if transformers must load it."""
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     runs_code = trust_remote_code and bool(getattr(config, "auto_map", None))
-    is_quantized = (quantization or stored_quantization(path)) is not None
     if runs_code or not has_plain_tensors(path):
-        if is_quantized:
-            raise _cannot_quantize(path)
         return None
     model = build_without_weights(
         path,
@@ -114,14 +108,10 @@ def build_to_share(
     # transformers loads some modules in a different precision
     in_fp32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
     has_one_dtype = dtype == torch.float32 or not in_fp32
-    if has_one_dtype and stores_every_parameter(model, path):
-        return model
-    if is_quantized:
-        raise _cannot_quantize(path)
-    return None
+    return model if has_one_dtype and stores_every_parameter(model, path) else None
 
 
-def _cannot_quantize(path: str) -> UserError:
+def cannot_quantize(path: str) -> UserError:
     return UserError(
         f"{path} cannot be quantized while it is read: quantization needs a model of transformers in safetensors files "
         "that have each tensor under its name, in master_dtype fp32 if the model keeps some modules in fp32; save the "
@@ -174,7 +164,8 @@ def load_dequantized(
     if (quantization or stored_quantization(path)) is None:
         return load_model(path, dtype=dtype, **settings)
     model = build_to_share(path, dtype=dtype, quantization=quantization, **settings)
-    assert model is not None  # it raises
+    if model is None:
+        raise cannot_quantize(path)
     load_local_shards(model, path, torch.device("cpu"))
     dequantize_modules(model, dtype)
     if find_file(path, "generation_config.json") is not None:

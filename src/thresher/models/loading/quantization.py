@@ -243,7 +243,9 @@ def quantize_modules(model: PreTrainedModel, quantization: Quantization, path: s
 
 
 def _has_constants(name: str, stored: set[str]) -> bool:
-    return f"{name}.SCB" in stored or any(f"{name}.weight.quant_state.bitsandbytes__{kind}" in stored for kind in ("nf4", "fp4"))
+    return f"{name}.SCB" in stored or any(
+        f"{name}.weight.quant_state.bitsandbytes__{kind}" in stored for kind in ("nf4", "fp4")
+    )
 
 
 def quantized_modules(model: nn.Module) -> dict[str, QuantizedLinear]:

@@ -158,7 +158,7 @@ def pretend_one_gpu(memory: int) -> None:
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
     # bitsandbytes reads it when it is imported; a build of torch without CUDA has none
-    torch._C._cuda_getCurrentRawStream = lambda _device: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.accelerator.current_stream = lambda *_device: stream  # type: ignore[assignment]
     torch.accelerator.set_stream = lambda _stream: None  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda _tensor, _stream: None  # type: ignore[assignment,method-assign]
