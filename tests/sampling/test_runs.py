@@ -16,9 +16,9 @@ from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.manager import list_checkpoints
 from thresher.checkpoint.tensor_files import load_tensors
 from thresher.config import parse_config
-from thresher.observability.log_files import METRICS, SAMPLES
 from thresher.models.loading.load_sharded import load_dequantized
 from thresher.models.loading.quantization import Quantization
+from thresher.observability.log_files import METRICS, SAMPLES
 from thresher.observability.trackers.jsonl import read_metrics, read_records
 from thresher.pipeline import DPOPipeline
 
