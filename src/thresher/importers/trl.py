@@ -230,7 +230,6 @@ CLASSES: dict[str, dict[str, Any]] = {"kto": {"loss_type": "kto"}, "reward": {"c
 NEUTRAL = f"""{huggingface.NEUTRAL}
 activation_offloading bnb_4bit_quant_storage dataset_streaming force_use_ref_model ignore_bias_buffers
 is_encoder_decoder label_pad_token_id lora_task_type pad_to_multiple_of padding_free padding_value streaming
-label_pad_token_id lora_task_type pad_to_multiple_of padding_free padding_value streaming
 use_liger_loss use_logits_to_keep
 """
 
