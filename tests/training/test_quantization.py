@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from tests.support.engines.config_runs import config_of, train_from_config
 from tests.support.engines.parity import BETA, LAYOUTS, LEARNING_RATE, PAIRS, objective_of, save_model
 from tests.support.forks import python
 from tests.support.real_pairs import minimal_dpo
+from tests.support.small_runs import save_small_tokenizer, stored
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import build_policy, check_engine
+from thresher.builders.export import load_checkpoint
 from thresher.config import parse_config
 from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Group
@@ -208,7 +212,7 @@ def test_a_quantized_checkpoint_is_neither_trained_whole_nor_quantized_again(mod
     plain_base(model_dir, NF4).save_pretrained(tmp_path / "stored")
     with pytest.raises(UserError, match=r"is stored in 4 bits \(nf4, double\), which cannot be trained; set"):
         check_engine(config_of(tmp_path / "stored", 1, {}), "actor_train")
-    with pytest.raises(UserError, match=r"remove model_args\.quantization"):
+    with pytest.raises(UserError, match=r"remove actor_train\.model_args\.quantization"):
         check_engine(config_of(tmp_path / "stored", 1, {}, lora_rank=4, quantization=INT8), "actor_train")
 
 
@@ -303,3 +307,60 @@ def test_importing_bitsandbytes_fetches_no_code_and_prints_nothing(tmp_path):
         check=False,
     )
     assert found.stderr.strip() == "kernels was imported"  # by the last statement, and by no other
+
+
+@pytest.mark.parametrize(
+    ("model_args", "reason"),
+    [
+        ({"lora_rank": 4, "lora_init": "olora"}, "lora_init olora needs dense weights"),
+        ({"lora_rank": 4, "use_dora": True}, "DoRA needs dense weights"),
+        ({"lora_rank": 4, "merge_adapters": ["adapter"]}, "merge_adapters needs dense weights"),
+        ({"adapter_name_or_path": "dora"}, "DoRA needs dense weights"),
+    ],
+)
+def test_a_model_whose_files_are_quantized_has_the_same_limits(model_dir, tmp_path, monkeypatch, model_args, reason):
+    plain_base(model_dir, NF4).save_pretrained(tmp_path / "stored")
+    for name, use_dora in (("adapter", False), ("dora", True)):
+        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", use_dora=use_dora)
+        get_peft_model(plain_base(model_dir), lora).save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"{reason}, and those of .*stored are in 4 bits"):
+        check_engine(config_of("stored", 1, {}, **model_args), "actor_train")
+
+
+def test_a_quantized_reference_is_not_quantized_again(model_dir, tmp_path):
+    plain_base(model_dir, NF4).save_pretrained(tmp_path / "stored")
+    config = config_of(model_dir, 1, {}, lora_rank=4, quantization=NF4)
+    reference = config.reference.model_copy(
+        update={
+            "model_args": config.reference.model_args.model_copy(
+                update={"model_name_or_path": str(tmp_path / "stored")}
+            )
+        }
+    )
+    with pytest.raises(UserError, match=r"reference: .*stored is stored in 4 bits .* and cannot be quantized again"):
+        check_engine(config.model_copy(update={"reference": reference}), "reference")
+
+
+def test_an_adapter_on_disk_does_not_train_quantized_modules_whole(model_dir, tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=["k_proj"])
+    get_peft_model(plain_base(model_dir), lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"modules_to_save \['k_proj'\] contains .*k_proj, which quantization stores"):
+        policy_of(model_dir, NF4, lora_rank=None, adapter_name_or_path=str(tmp_path / "adapter"))
+
+
+def test_another_base_to_merge_into_is_not_quantized(base, tmp_path, caplog):
+    path = save_small_tokenizer(Path(shutil.copytree(base["pretrain"], tmp_path / "model")))
+    values = merge(base, {"pretrain": str(path), "actor_train": {"model_args": {"lora_rank": 4, "quantization": NF4}}})
+    build_run(values, noise_pairs(12)).fit()
+    checkpoint = max((tmp_path / "out" / "checkpoints").iterdir())
+    model, _, _ = load_checkpoint(checkpoint, merge_into=str(path))
+    assert "is not the model that was trained" in caplog.text
+    adapter, original = stored(checkpoint, "weights"), plain_base(path)
+    for name, weight in model.named_parameters():
+        expected = original.get_parameter(name)
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.default.weight" in adapter:
+            a, b = (adapter[f"{module}.lora_{letter}.default.weight"] for letter in "AB")
+            expected = expected + 2 * b @ a
+        torch.testing.assert_close(weight, expected, atol=1e-6, rtol=0)

@@ -20,7 +20,7 @@ from thresher.errors import UserError
 from thresher.models.layouts import Layout, choose_layout
 from thresher.models.loading.adapters import AdapterFiles, LoraSettings
 from thresher.models.loading.location import named_model
-from thresher.models.loading.quantization import Quantization, stored_quantization
+from thresher.models.loading.quantization import Quantization, import_bitsandbytes, stored_quantization
 from thresher.models.loading.trained import TrainedParts
 from thresher.models.optimizations.compile import Compilation
 from thresher.models.probe import what_packed_rows_lack
@@ -167,6 +167,31 @@ def check_engine(config: DPOConfig, section: Literal["actor_train", "reference"]
         check_model(config, section, role)
 
 
+def _check_quantized(
+    config: DPOConfig, section: Literal["actor_train", "reference"], path: str, quantization: Quantization
+) -> None:
+    """Reject what needs dense weights, of a model that the run quantizes or whose files are quantized."""
+    import_bitsandbytes()
+    args, is_policy = config.actor_train.model_args, section == "actor_train"
+    if args.quantization is not None and (stored := stored_quantization(path)) is not None:
+        change = (
+            "actor_train.model_args.quantization" if is_policy else "it, or use the policy's model in the same bits"
+        )
+        raise UserError(f"{section}: {path} is stored in {stored} and cannot be quantized again; remove {change}")
+    initial = initial_adapter(config)
+    adapter = trained_parts(args).adapter if is_policy else None if initial is None else AdapterFiles.find(initial)
+    found = {
+        f"lora_init {args.lora_init}": is_policy and args.starts_from_weights,
+        "DoRA": (is_policy and args.use_dora) or (adapter is not None and adapter.use_dora),
+        "merge_adapters": bool(merged_adapters(config, of_policy=is_policy)),
+    }
+    for name, is_on in found.items():
+        if is_on:
+            raise UserError(
+                f"{section}: {name} needs dense weights, and those of {path} are in {quantization}; remove one of them"
+            )
+
+
 def check_model(config: DPOConfig, section: Literal["actor_train", "reference"], role: RoleConfig) -> None:
     """Reject a model that a role's strategy does not support; it may be the reference on the policy's mesh."""
     strategy, args = role.strategy, config.actor_train.model_args
@@ -192,6 +217,8 @@ def check_model(config: DPOConfig, section: Literal["actor_train", "reference"],
             f"{path} is stored in {quantization}, which cannot be trained; set actor_train.model_args.lora_rank, or "
             "use the original model"
         )
+    if quantization is not None:
+        _check_quantized(config, section, path, quantization)
     if is_policy and not strategy.reward_models and trains_rewards(config):
         raise UserError(f"{section}: {role.strategy_name} does not train reward models; use fsdp2_train")
     if strategy.check is None:

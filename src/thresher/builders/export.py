@@ -40,6 +40,7 @@ from thresher.models.loading.load import (
 )
 from thresher.models.loading.location import locate_model
 from thresher.models.loading.merged import load_plain
+from thresher.models.loading.quantization import stored_quantization
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
 from thresher.models.pipeline_chunk import decoder_of, head_of
 from thresher.reference.fingerprint import config_digest, model_digest
@@ -75,7 +76,8 @@ def load_checkpoint(
         _check_base(checkpoint, path, args)
     else:
         _check_other_base(checkpoint, path, args, merge_into)
-        path = merge_into
+        # the other model stays as precise as it is
+        path, args = merge_into, args.model_copy(update={"quantization": None})
     plain = load_trained_model(path, args, checkpoint, dtype=dtype)
     is_reward_model = hasattr(plain, "score")
     if is_reward_model:
@@ -112,10 +114,11 @@ def _check_other_base(checkpoint: Path, path: str, args: ModelArgs, merge_into: 
             "into another model; leave --merge-into out"
         )
     logger.warning(
-        "the adapter was trained on %s and is merged into %s: the result is not the model that was trained and "
+        "the adapter was trained on %s and is merged into %s%s: the result is not the model that was trained and "
         "evaluated; compare them before use",
         path,
         merge_into,
+        f", after {', '.join(args.merge_adapters)}" if args.merge_adapters else "",
     )
 
 
@@ -193,6 +196,13 @@ def export_adapter(
         except ValueError as error:
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
         _load_tokenizer(path, args).save_pretrained(staging)
+    if (kind := quantization_of(args) or stored_quantization(path)) is not None:
+        logger.warning(
+            "the adapter belongs to %s in %s: load that base with the same BitsAndBytesConfig; above the original "
+            "weights, the model is a different one. An export without --adapter has the trained one",
+            path,
+            kind,
+        )
     if unread := [name for name in _NOT_IN_VLLM if getattr(settings, name)]:
         logger.warning("vLLM does not support %s of an adapter; serve the merged model there", ", ".join(unread))
 

@@ -24,7 +24,7 @@ from thresher.errors import UserError
 from thresher.models.layouts import Layout, transformers_attention
 from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.load import DTYPES, load_model_config
-from thresher.models.loading.load_sharded import build_on_meta, build_to_share, cannot_quantize
+from thresher.models.loading.load_sharded import build_on_meta, build_to_share, build_without_weights, cannot_quantize
 from thresher.models.loading.merged import MergedAdapters, load_merged
 from thresher.models.loading.quantization import Quantization, stored_quantization
 from thresher.models.loading.trained import TrainedParts
@@ -149,6 +149,10 @@ class ModelSpec(Generic[Settings]):
     def empty(self) -> PreTrainedModel:
         """The model on the meta device."""
         return build_on_meta(self.path, **self._load_settings, quantization=self.quantization)
+
+    def without_weights(self) -> PreTrainedModel:
+        """The same for files of any kind, which are not looked at."""
+        return build_without_weights(self.path, **self._load_settings, quantization=self.quantization)
 
     def empty_to_share(self) -> PreTrainedModel | None:
         """The model on the meta device if replicas can read its files together; None if each has to load it."""

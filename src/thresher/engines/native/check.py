@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from thresher.engines.native.build import axis_sizes
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.fsdp import sharded_dim
-from thresher.engines.native.optimizers.blocks import BLOCK, SMALLEST, blocks_of_shard
+from thresher.engines.native.optimizers.blocks import BLOCK, blocks_of_shard, has_blocks
 from thresher.engines.native.optimizers.groups import check_groups_match, group_rules
 from thresher.engines.native.optimizers.registry import OPTIMIZERS, Shards, build_optimizer
 from thresher.engines.spec import ModelSpec
@@ -61,7 +61,7 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
     for name in settings.non_default("tp_size", "pp_size", "ep_size"):
         spec.require_plain_adapters(name, f"remove {name}", allows_dora=name != "tp_size")
     if settings.sequence_parallel:
-        reason = why_not_sequence_parallel(spec.model_config, spec.layout, has_lora=lora is not None)
+        reason = why_not_sequence_parallel(spec.model_config, spec.layout, has_lora=spec.trained.has_adapter)
         if reason is not None:
             raise UserError(f"{spec.section}: sequence_parallel is set, but {reason}; remove sequence_parallel")
     for name in settings.non_default("reduce_dtype", "pp_dtype"):
@@ -113,7 +113,7 @@ def _check_optimizer(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> 
     is_split = kind.is_blockwise and not is_replicated
     if not is_split and not group_rules(training, spec.model_args):
         return
-    module = spec.trained.apply(spec.empty())
+    module = spec.trained.apply(spec.without_weights())
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     check_groups_match(training, spec.model_args, trained)
     if is_split:
@@ -131,7 +131,7 @@ def _check_blocks(spec: ModelSpec[FSDP2Settings], trained: Mapping[str, nn.Param
             )
     for name, parameter in trained.items():
         dim = sharded_dim(parameter, sizes.fsdp_size)
-        if parameter.numel() < SMALLEST or parameter.shape[dim] == 1:
+        if not has_blocks(parameter.ndim, parameter.numel()) or parameter.shape[dim] == 1:
             continue
         first = [slice(0, size) for size in parameter.shape]
         first[dim] = slice(0, -(-parameter.shape[dim] // sizes.fsdp_size))

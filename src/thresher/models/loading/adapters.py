@@ -187,12 +187,7 @@ def attach_lora(model: PreTrainedModel, lora: LoraSettings, *, dropout: float) -
         # as PEFT matches them
         if unmatched := [end for end in ends if not _is_end_of_a_name(end, model.named_modules(), whole=whole)]:
             raise UserError(f"{name} {unmatched} matches no module of this model; correct the name, or remove it")
-    whole_ones = [(name, each) for name, each in model.named_modules() if name.endswith(tuple(lora.modules_to_save))]
-    if packed := [name for name, each in whole_ones if quantized_modules(each)]:
-        raise UserError(
-            f"modules_to_save {list(lora.modules_to_save)} contains {packed[0]}, which quantization stores in few "
-            "bits; it cannot be trained, so remove it"
-        )
+    _check_dense(model, lora.modules_to_save)
     config = import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
@@ -229,6 +224,16 @@ def _ties(model: PreTrainedModel, modules_to_save: Sequence[str]) -> bool:
     return is_tied and any(name.endswith(end) for name in named for end in modules_to_save)
 
 
+def _check_dense(model: nn.Module, modules_to_save: Sequence[str]) -> None:
+    """Reject quantized modules that would be trained whole."""
+    chosen = [(name, each) for name, each in model.named_modules() if name.endswith(tuple(modules_to_save))]
+    if packed := [name for name, each in chosen if quantized_modules(each)]:
+        raise UserError(
+            f"modules_to_save {list(modules_to_save)} contains {packed[0]}, which quantization stores in few bits; it "
+            "cannot be trained, so remove it"
+        )
+
+
 def _check_dropout(parameters: Sequence[str], dropout: float) -> None:
     if parameters and dropout:
         raise UserError(f"lora_dropout is {dropout}, which {parameters[0]} cannot have; set it to 0")
@@ -242,6 +247,7 @@ def _is_end_of_a_name(end: str, named: Iterable[tuple[str, Any]], *, whole: bool
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, dropout: float = 0.0) -> nn.Module:
     """Freeze a model and add the trainable modules of an adapter on disk; `AdapterFiles.load` sets their values."""
     _check_dropout(adapter.settings.get("target_parameters") or (), dropout)
+    _check_dense(model, adapter.modules_to_save)
     settings = copy.deepcopy(dict(adapter.settings))  # PEFT appends to lists
     if _ties(model, adapter.modules_to_save) and not settings.get("ensure_weight_tying"):
         raise UserError(

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from math import prod
 
 BLOCK = 256
-# a parameter with fewer elements has its state in fp32
-SMALLEST = 4096
+_SMALLEST = 4096
 BYTES_PER_ELEMENT = 1 + 4 / BLOCK
+
+
+def has_blocks(num_dims: int, num_elements: int) -> bool:
+    """Whether a parameter has its state in blocks; vectors and small matrices have it in fp32."""
+    return num_dims > 1 and num_elements >= _SMALLEST
 
 
 def num_blocks(num_elements: int) -> int:

@@ -13,7 +13,7 @@ from bitsandbytes.optim.adamw import AdamW
 from torch import nn
 
 from thresher.config.roles import TrainingArgs
-from thresher.engines.native.optimizers.blocks import SMALLEST
+from thresher.engines.native.optimizers.blocks import has_blocks
 
 _Base: Any = AdamW  # its methods have no types
 
@@ -44,7 +44,7 @@ class _AdamW(_Base):  # type: ignore[misc]
 
     def init_state(self, group: Any, p: nn.Parameter, gindex: int, pindex: int) -> None:
         # by the size of the whole parameter, not of the shard
-        self.args.min_8bit_size = 0 if self._num_elements[p] >= SMALLEST else p.numel() + 1
+        self.args.min_8bit_size = 0 if has_blocks(p.ndim, self._num_elements[p]) else p.numel() + 1
         super().init_state(group, p, gindex, pindex)
 
     def update_step(self, group: Any, p: nn.Parameter, gindex: int, pindex: int) -> None:
