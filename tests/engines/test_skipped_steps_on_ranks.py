@@ -54,7 +54,7 @@ def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_both(sizes, pool_of
         assert [skipped is not None for skipped in outcome.skipped] == [False, True, False]
         assert outcome.skipped[1].reason == "gradient"
         assert [pair.number for pair in outcome.skipped[1].pairs] == case.plan.pair_ids(1).tolist()
-        assert {pair.source for pair in outcome.skipped[1].pairs} == {None}
+        assert {pair.fault for pair in outcome.skipped[1].pairs} == {None}
         assert outcome.digests[0] == outcome.digests[1] != outcome.digests[2]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.compared_runs import merge, metric_log
 from tests.support.small_runs import assert_same_weights, open_small_inputs, save_small_model, write_rows
+from thresher import DPOConfig, DPOTrainer
+from thresher.cli.submit import resolve_paths
 from thresher.config import parse_config
 from thresher.data.store.joined import JoinedStores
 from thresher.errors import CheckpointError, UserError
@@ -209,8 +211,42 @@ def test_the_best_checkpoint_by_the_metric_of_one_set(files, tmp_path):
     kept = best(root, "eval/two/rewards/margins", higher_is_better=True)
     assert kept is not None
     assert int(kept.name.rpartition("-")[2]) == max(margins, key=margins.__getitem__)
-    with pytest.raises(UserError, match=r"metric_for_best_model is eval/three/loss, which is not measured .*eval/two/"):
-        open_small_inputs(merge(values, {"metric_for_best_model": "eval/three/loss"}))
+    with pytest.raises(UserError, match=r"metric_for_best_model is eval/three/loss, of an unknown set; .*eval/two/"):
+        parse_config(merge(values, {"metric_for_best_model": "eval/three/loss"}))
+    with pytest.raises(
+        UserError, match=r"metric_for_best_model is eval/two/four/loss, which is not measured .*eval/two/"
+    ):
+        open_small_inputs(merge(values, {"metric_for_best_model": "eval/two/four/loss"}))
+
+
+def test_a_subset_of_a_loss_that_compares_all_pairs_has_no_loss_to_choose_by(files, tmp_path):
+    sets = {"all": {"file_name": str(files / "v1.jsonl"), "columns": {"subset": "kind"}}}
+    values = config_of(files, tmp_path / "run", validation={"sets": sets, "data_args": {"template": "raw"}})
+    values |= {"pref_loss": "aot", "metric_for_best_model": "eval/all/odd/rewards/accuracies"}
+    open_small_inputs(values)
+    with pytest.raises(UserError, match="metric_for_best_model is eval/all/odd/loss, which is not measured with aot"):
+        open_small_inputs(values | {"metric_for_best_model": "eval/all/odd/loss"})
+
+
+def test_another_order_on_resume_is_an_error_that_names_both(files, tmp_path):
+    values = config_of(files, tmp_path / "run", num_train_epochs=None, max_steps=2, save_steps=2)
+    values["actor_train"]["data_args"] = {"template": "raw", "file_name": str(files / "a.jsonl"), "order": "length"}
+    trained(values)
+    del values["actor_train"]["data_args"]["order"]
+    with pytest.raises(CheckpointError, match="its mixture is in order of length, this run's is none"):
+        trained(values | {"max_steps": 4, "resume_from_checkpoint": "auto"})
+
+
+def test_names_of_subsets_are_those_that_trackers_accept(files, tmp_path):
+    rows = [json.loads(line) for line in (files / "v1.jsonl").read_text().splitlines()]
+    names = ["a,b: 50%", 3, "chat (easy)/x", "plain", "plain", "plain", "plain"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"kind": name}) + "\n" for row, name in zip(rows, names, strict=True)))
+    sets = {"s": {"file_name": str(path), "columns": {"subset": "kind"}}}
+    _, inputs = open_small_inputs(
+        config_of(files, tmp_path / "run", validation={"sets": sets, "data_args": {"template": "raw"}})
+    )
+    assert inputs.validation.parts["s"].subsets == ["3", "a_b: 50_", "chat _easy__x", "plain"]
 
 
 @pytest.mark.parametrize("order", ["length", "-length", "column", "-column", "margin"])
@@ -220,7 +256,8 @@ def test_a_curriculum_sorts_each_epoch(files, tmp_path, order):
         row["margin"] = float(row["level"])
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sources = {"only": {"file_name": str(path), "weight": 2, "columns": {"order": "level"}}}
+    columns = {"order": "level"} if "column" in order else {}
+    sources = {"only": {"file_name": str(path), "weight": 2, "columns": columns}}
     values = config_of(files, tmp_path / "run", max_steps=4, num_train_epochs=None)
     values["actor_train"]["data_args"] = {"template": "raw", "sources": sources, "order": order}
     _config, inputs = open_small_inputs(values)
@@ -257,6 +294,11 @@ def test_held_out_pairs_of_each_source_are_a_set_of_its_name(files, tmp_path):
         ({"sources": {"a": {"file_name": "x"}}, "file_name": "y"}, "file_name has no effect with sources"),
         ({"order": "sequential", "file_name": "y"}, "order: sequential has no effect without several sources"),
         ({"sources": [{"file_name": "x"}]}, "a list needs a different `name` in each entry"),
+        ({"sources": {"a": {"store": "x"}}, "template": "raw"}, "template has no effect on stores"),
+        ({"file_name": "y", "order": "column"}, "order: column needs sources"),
+        ({"sources": {"a": {"file_name": "x"}}, "order": "column"}, "a.columns.order is absent, and order is column"),
+        ({"sources": {"a": {"file_name": "x", "columns": {"order": "n"}}}}, "has no effect without order: column"),
+        ({"sources": {"a": {"file_name": "x", "columns": {"subset": "n"}}}}, "without validation.split"),
     ],
 )
 def test_what_a_mixture_cannot_be_is_rejected(changes, message):
@@ -269,3 +311,30 @@ def test_sources_may_be_a_list_with_names():
     listed = parse_config({"actor_train": {"data_args": {"sources": [{"name": "a", "file_name": "x", "weight": 2}]}}})
     named = parse_config({"actor_train": {"data_args": {"sources": {"a": {"file_name": "x", "weight": 2}}}}})
     assert listed == named
+    numbered = parse_config({"actor_train": {"data_args": {"sources": {1: {"file_name": "x"}}}}})
+    assert list(numbered.actor_train.data_args.sources) == ["1"]
+
+
+def test_a_split_of_a_plain_file_is_an_error(files, tmp_path):
+    values = config_of(files, tmp_path / "run")
+    values["actor_train"]["data_args"]["sources"]["first"]["split"] = "train"
+    with pytest.raises(UserError, match=r"a\.jsonl is a file or names a split itself, so split=train has no effect"):
+        open_small_inputs(values)
+
+
+def test_paths_of_sources_and_sets_are_absolute_in_a_job(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(files)
+    values = config_of(files, tmp_path / "run", validation={"sets": {"v": {"file_name": "v1.jsonl"}}})
+    values["actor_train"]["data_args"]["sources"]["first"]["file_name"] = "a.jsonl"
+    sent, resolved = resolve_paths(parse_config(values), has_uploads=False)
+    assert sent["actor_train"]["data_args"]["sources"]["first"]["file_name"] == [str(files / "a.jsonl")]
+    assert sent["validation"]["sets"]["v"]["file_name"] == [str(files / "v1.jsonl")]
+    assert f"validation.sets.v.file_name={files / 'v1.jsonl'}" in resolved
+
+
+def test_another_dataset_is_evaluated_by_a_trainer_with_sources(files, tmp_path):
+    values = config_of(files, tmp_path / "run", num_train_epochs=1)
+    config = DPOConfig(**values)
+    rows = [json.loads(line) for line in (files / "v1.jsonl").read_text().splitlines()]
+    metrics = DPOTrainer(args=config).evaluate(rows)
+    assert metrics["eval_loss"] > 0

@@ -177,7 +177,9 @@ class DPOTrainer:
             raise UserError("validation.split holds out training pairs; call evaluate() without another dataset")
         if eval_dataset is not None:
             # another dataset is not a reason to refuse the checkpoint
-            config = config.model_copy(update={"resume_from_checkpoint": "auto", "validation": None})
+            # nor are the sets that the best checkpoint is chosen by
+            changes = {"resume_from_checkpoint": "auto", "validation": None, "metric_for_best_model": "eval/loss"}
+            config = config.model_copy(update=changes)
             config = self._complete(config, self._validation(config, eval_dataset))
         if config.validation is None:
             raise UserError("there is no validation data; call evaluate(eval_dataset=...) or give DPOTrainer one")
@@ -394,7 +396,8 @@ class DPOTrainer:
         read = joined_sources if isinstance(dataset, Mapping) else data_source
         source = read(dataset, self._directory, "eval_dataset")
         train = config.actor_train.data_args.model_dump(exclude_unset=True)
-        shared = {name: value for name, value in train.items() if name not in ("file_name", "store", "dataset_dir")}
+        of_files = ("file_name", "store", "dataset_dir", "sources", "order")
+        shared = {name: value for name, value in train.items() if name not in of_files}
         own = {} if config.validation is None else config.validation.data_args.model_dump(exclude_unset=True)
         settings = own if "store" in source else {**shared, **own}
         return {"validation": {"data_args": merge_settings(settings, source, DPOConfig)}}

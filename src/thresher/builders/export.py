@@ -71,10 +71,10 @@ def load_checkpoint(
     which may be untrusted.
     """
     path, args = _open(checkpoint, trust_remote_code=trust_remote_code)
-    tokenizer = _load_tokenizer(path, args)
     if merge_into is None:
         _check_base(checkpoint, path, args)
-    else:
+    tokenizer = _load_tokenizer(path, args)
+    if merge_into is not None:
         _check_other_base(checkpoint, path, args, merge_into)
         # the other model stays as precise as it is
         path, args = merge_into, args.model_copy(update={"quantization": None})

@@ -134,13 +134,17 @@ class RunInputs:
         # of labelled responses, the margin is the difference of two means
         measured = {*empty_metrics(self.objective), "rewards/margins"}
         sets = [f"eval/{name}/" for name in validation.parts if name]
-        subsets = [f"eval/{name}/{each}/" for name, part in validation.parts.items() for each in part.subsets]
-        of_subsets = [name for name in measured if name.startswith(("loss", "rewards/"))]
+        subsets = [f"{name}/{each}" for name, part in validation.parts.items() if name for each in part.subsets]
+        of_subsets = empty_metrics(replace(self.objective, groups=tuple(subsets))).keys() - measured
         found = {f"{prefix}{name}" for prefix in ("eval/", *sets) for name in measured}
         metric = self.config.metric_for_best_model
-        if metric not in found | {f"{prefix}{name}" for prefix in subsets for name in of_subsets}:
+        if metric not in found | {f"eval/{name}" for name in of_subsets}:
             names = " + ".join(loss.name for loss, _ in self.objective.terms)
-            of_sets = f", of all pairs or of a part of them ({', '.join([*sets, *subsets])})" if sets else ""
+            of_sets = (
+                f", of all pairs or of a part of them ({', '.join([*sets, *(f'eval/{each}/' for each in subsets)])})"
+                if sets
+                else ""
+            )
             raise UserError(
                 f"metric_for_best_model is {metric}, which is not measured with {names}; use "
                 f"{', '.join(each for each in EVAL_METRICS if each.removeprefix('eval/') in measured)}{of_sets}"

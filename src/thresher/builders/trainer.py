@@ -16,7 +16,14 @@ from thresher.engines.engine import TrainEngine
 from thresher.errors import CheckpointError
 from thresher.reference.fingerprint import config_digest
 from thresher.reference.scorers import Reference
-from thresher.training.trainer import POLICY_SETTINGS, POLICY_WEIGHTS, QUANTIZATION, REFERENCE_SETTINGS, RankTrainer
+from thresher.training.trainer import (
+    MIXTURE,
+    POLICY_SETTINGS,
+    POLICY_WEIGHTS,
+    QUANTIZATION,
+    REFERENCE_SETTINGS,
+    RankTrainer,
+)
 
 
 def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) -> RankTrainer:
@@ -27,7 +34,7 @@ def build_trainer(inputs: RunInputs, policy: TrainEngine, reference: Reference) 
         "data": inputs.train.digest,
         "pairs per step": plan.pairs_per_step,
         "seed": plan.seed,
-        **({} if mixture is None else {"mixture": mixture}),
+        MIXTURE: mixture or "none",
         QUANTIZATION: str(quantization_of(config.actor_train.model_args) or "none"),
         "reference": reference_digest(config, inputs.mode, inputs.frozen_weights),
         POLICY_SETTINGS: config_digest(

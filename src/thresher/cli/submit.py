@@ -151,15 +151,19 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
     values = config.model_dump(mode="json", exclude_unset=True)
     values["output_dir"] = config.output_dir  # the default is relative too
     resolved: list[str] = []
-    for key in _WRITTEN if has_uploads else (*_WRITTEN, *_NAMES_OR_PATHS, *_INPUTS):
-        *sections, name = key.split(".")
+    keys = [tuple(key.split(".")) for key in (_WRITTEN if has_uploads else (*_WRITTEN, *_NAMES_OR_PATHS, *_INPUTS))]
+    # before the directory that they are looked for in becomes absolute
+    keys = keys if has_uploads else [*_inputs_of_sets(config), *keys]
+    for *sections, name in keys:
+        key = ".".join([*sections, name])
         section: Any = values
         for each in sections:
             section = section.get(each) or {}
         old = section.get(name)
         given = [old] if isinstance(old, str) else old or []
         if name == "file_name":
-            given = [find_in_directory(path, section.get("dataset_dir")) for path in given]
+            data_args: Any = (values.get(sections[0]) or {}).get("data_args") or {}
+            given = [find_in_directory(path, data_args.get("dataset_dir")) for path in given]
         no_paths = {name for name in given if ".py:" not in name} if key == "pref_loss" else names
         paths = [path if path in no_paths else _absolute(path, must_exist=key in _NAMES_OR_PATHS) for path in given]
         new: Any = paths[0] if isinstance(old, str) else paths
@@ -169,6 +173,16 @@ def resolve_paths(config: DPOConfig, *, has_uploads: bool) -> tuple[dict[str, An
             section[name] = new
             resolved.append(f"{key}={','.join(paths)}")
     return values, resolved
+
+
+def _inputs_of_sets(config: DPOConfig) -> list[tuple[str, ...]]:
+    """The keys of sources and validation sets that may have a path."""
+    sets: list[tuple[str, ...]] = [
+        ("actor_train", "data_args", "sources", name) for name in config.actor_train.data_args.sources
+    ]
+    if config.validation is not None:
+        sets += [("validation", "sets", name) for name in config.validation.sets]
+    return [(*each, name) for each in sets for name in ("file_name", "store", "template")]
 
 
 def _absolute(path: str, *, must_exist: bool) -> str:

@@ -17,7 +17,9 @@ TAKEN_NAMES = ("loss", "rewards", "logps", "lengths", "labels", "kl", "kto", "en
 
 
 def _by_name(value: Any) -> Any:
-    """Accept a list whose entries have a `name`."""
+    """Accept a list whose entries have a `name`, and names that YAML reads as numbers."""
+    if isinstance(value, dict):
+        return {str(name): each for name, each in value.items()}
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         return value
     names = [each.get("name") for each in value]
@@ -146,7 +148,7 @@ class TrainingDataArgs(DataArgs):
     )
     """Order of an epoch. proportional: shuffled, with each source's share in every step. sequential: one source after
     the other, each shuffled. length, margin or column: a curriculum, the least first, or with `-` the greatest first;
-    of tokens, of margins, or of the column that each source names in columns.order."""
+    of tokens, of margins, which losses read too, or of the column that each source names in columns.order."""
 
     @model_validator(mode="after")
     def _validate_sources(self) -> TrainingDataArgs:
@@ -154,6 +156,20 @@ class TrainingDataArgs(DataArgs):
             raise ValueError("order: sequential has no effect without several sources; remove it")
         if self.sources and (unused := self.non_default(*_OF_EACH)):
             raise ValueError(no_effect(unused, "with sources; set {it} in each source"))
+        for_files = [name for name in DataArgs.model_fields if name not in _OF_EACH]
+        if (
+            self.sources
+            and all(each.store for each in self.sources.values())
+            and (unused := self.non_default(*for_files))
+        ):
+            raise ValueError(no_effect(unused, "on stores, which are already prepared; remove {it}"))
+        is_by_column = self.order.endswith("column")
+        if is_by_column and not self.sources:
+            raise ValueError("order: column needs sources, which name their column: sources.NAME.columns.order")
+        for name, each in self.sources.items():
+            if not each.store and ("order" in each.columns) != is_by_column:
+                problem = "is absent, and order is column" if is_by_column else "has no effect without order: column"
+                raise ValueError(f"sources.{name}.columns.order {problem}; set both or none")
         return self
 
 
@@ -174,6 +190,8 @@ class ValidationConfig(Section):
             names = [f"data_args.{name}" for name in self.data_args.non_default(*DataArgs.model_fields)]
             if names := [*names, *self.non_default("sets")]:
                 raise ValueError(no_effect(names, "with split, which holds out training pairs; keep one"))
+        if ordered := [name for name, each in self.sets.items() if "order" in each.columns]:
+            raise ValueError(no_effect([f"sets.{ordered[0]}.columns.order"], "on an evaluation; remove {it}"))
         if self.sets and (names := self.data_args.non_default(*_OF_EACH)):
             raise ValueError(no_effect([f"data_args.{name}" for name in names], "with sets; set {it} in each set"))
         return self

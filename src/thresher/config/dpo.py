@@ -252,6 +252,17 @@ class DPOConfig(LossConfig):
         return self
 
     @model_validator(mode="after")
+    def _validate_best_metric(self) -> DPOConfig:
+        found = _OF_A_SET.fullmatch(self.metric_for_best_model)
+        if self.validation is not None and found is not None and self.metric_for_best_model not in EVAL_METRICS:
+            sources = self.actor_train.data_args.sources
+            names = list(sources if self.validation.split is not None else self.validation.sets)
+            if not any(self.metric_for_best_model.startswith(f"eval/{name}/") for name in names):
+                known = f"use one of {', '.join(f'eval/{name}/' for name in names)}" if names else "there is no set"
+                raise ValueError(f"metric_for_best_model is {self.metric_for_best_model}, of an unknown set; {known}")
+        return self
+
+    @model_validator(mode="after")
     def _reject_unused_settings(self, info: ValidationInfo) -> DPOConfig:
         # a launcher may turn runtime auto into torchrun; the checks of a run find what is unused in one process
         names_to_skip = ["heartbeat_timeout"] if self.runtime == "auto" else []
@@ -303,6 +314,11 @@ class DPOConfig(LossConfig):
                 unused = [f"tracker_kwargs.{name}" for name in self.tracker_kwargs.non_default(*names)]
                 needed = " or ".join(trackers)
                 yield unused, f"without {needed} in track_with; add {needed} there or remove {{it}}"
+        split = None if self.validation is None else self.validation.split
+        for name, each in self.actor_train.data_args.sources.items():
+            if "subset" in each.columns and split is None:
+                subset = [f"actor_train.data_args.sources.{name}.columns.subset"]
+                yield subset, "without validation.split, which makes it a validation set; remove {it}"
         if self.pretrain not in (None, self._policy_name, self._reference_name):
             yield ["pretrain"], "if actor_train and reference name their models; remove {it} or one of those"
 

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 # entries of a run's identity
 POLICY_SETTINGS, REFERENCE_SETTINGS = "policy's config.json", "reference's config.json"
 POLICY_WEIGHTS = "policy's frozen weights"
+MIXTURE = "mixture"
 QUANTIZATION = "quantization"
 
 
@@ -266,7 +267,7 @@ class RankTrainer:
     def resume(self, checkpoint: Path) -> list[str]:
         """Restore a checkpoint bitwise; return notes on what could not be restored."""
         values = load_json(checkpoint / "trainer.json")
-        identity = {QUANTIZATION: "none", **values["identity"]}  # up to 0.3 without it
+        identity = {QUANTIZATION: "none", MIXTURE: "none", **values["identity"]}  # up to 0.3 without them
         # checkpoints up to 0.2 have no settings of the models, and their frozen weights only as the reference
         absent = self._identity.keys() - identity.keys()
         unknown = {POLICY_SETTINGS, REFERENCE_SETTINGS} & absent

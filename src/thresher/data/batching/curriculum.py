@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,18 +13,20 @@ import numpy.typing as npt
 from thresher.data.store.joined import Stores
 from thresher.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 Key = Literal["length", "margin", "column"]
 _ROWS_PER_BLOCK = 1 << 20
 
 
 @dataclass(eq=False)
 class Curriculum:
-    """Sorts the examples of each epoch when its first step is needed: 16 bytes of memory per example and process."""
+    """Sorts the examples of each epoch when its first step is needed: 8 bytes per example of the newest two."""
 
     store: Stores
     key: Key
     descending: bool
-    _sorted: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)  # the newest epoch
+    _sorted: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)  # the newest two epochs
 
     def __post_init__(self) -> None:
         parts = self.store.parts.items()
@@ -39,9 +42,11 @@ class Curriculum:
             )
         if self.key == "column" and lacking:
             raise UserError(
-                "data_args.order is column, which each source must name: set data_args.sources."
-                f"{lacking[0] or 'NAME'}.columns.order to the name of a column with numbers"
+                f"data_args.order is column, and the store of {lacking[0]} has none; prepare it again with "
+                "columns.order, the name of a column with numbers"
             )
+        if self.key == "margin" and lacking:
+            logger.warning("pairs of %s have no margin and are sorted as if it was 0", ", ".join(lacking))
 
     @property
     def order(self) -> str:
@@ -52,7 +57,8 @@ class Curriculum:
         if epoch not in self._sorted:
             ids = shuffled()
             keys = self._keys()[ids]
-            self._sorted = {epoch: ids[np.argsort(-keys if self.descending else keys, kind="stable")]}
+            newest = dict(list(self._sorted.items())[-1:])  # a reference works ahead, into the next epoch
+            self._sorted = {**newest, epoch: ids[np.argsort(-keys if self.descending else keys, kind="stable")]}
         return self._sorted[epoch]
 
     def _keys(self) -> npt.NDArray[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -534,12 +535,13 @@ def read_numbers(row: Row) -> tuple[float, float]:
 
 def read_subset(row: Row, column: str) -> str:
     """Read the name of a row's subset, which becomes part of the names of metrics."""
-    value = row.get(column)
-    if not isinstance(value, str) or not value.strip() or "/" in value or len(value.encode()) > SUBSET_BYTES:
-        raise BadRowError(
-            f"`{column}` must name a subset in at most {SUBSET_BYTES} bytes and without `/`, got {quoted(value)}"
-        )
-    return value.strip()
+    if row.get(column) is None:
+        raise BadRowError(f"no value for {column}, which names the subset; its columns are {_names(row)}")
+    value = row[column]
+    text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    if not 0 < len(text.encode()) <= SUBSET_BYTES:
+        raise BadRowError(f"`{column}` must name a subset in at most {SUBSET_BYTES} bytes, got {quoted(value)}")
+    return re.sub(r"[^\w .:-]", "_", text, flags=re.ASCII)  # trackers accept these in names
 
 
 def read_order(row: Row, column: str) -> float:

@@ -58,6 +58,8 @@ def at_split(name: str, split: str | None) -> str:
     """Name a split: hf://OWNER/NAME:SPLIT, or a directory below a saved dataset."""
     if split is None:
         return name
+    if _suffixes(name)[0] in FORMAT_OF_SUFFIX or (name.startswith(_HUB) and ":" in name.removeprefix(_HUB)):
+        raise UserError(f"{name} is a file or names a split itself, so split={split} has no effect; remove split")
     return f"{name}:{split}" if name.startswith(_HUB) else f"{name.rstrip('/')}/{split}"
 
 

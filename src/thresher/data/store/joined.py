@@ -26,9 +26,11 @@ class JoinedStores:
         self.starts: Numbers = np.cumsum([0, *map(len, self._stores)])  #: first number of each part, and the end
         first = self._stores[0]
         if (other := next((name for name, each in parts.items() if each.kind != first.kind), None)) is not None:
+            has_labels = "labels" in (first.kind, parts[other].kind)
+            join = ", or join labelled rows to pairs with data_args.join_labelled=true" if has_labels else ""
+            name = next(iter(parts))
             raise UserError(
-                f"{next(iter(parts))} has {first.unit}, but {other} has {parts[other].unit}; name data of one kind, or "
-                "join labelled rows to pairs with data_args.join_labelled=true"
+                f"{name} has {first.unit}, but {other} has {parts[other].unit}; name data of one kind{join}"
             )
         self.kind, self.unit = first.kind, first.unit
         self.has_token_weights = any(each.has_token_weights for each in self._stores)
