@@ -139,11 +139,11 @@ def test_a_step_of_a_hundred_million_examples_from_ten_sources_takes_millisecond
     plan = make_plan(count, seed=3, pairs_per_step=1024, max_steps=None, num_epochs=2, shares=shares)
     seconds = []
     for step in np.random.default_rng(0).integers(0, plan.num_steps, 20).tolist():
-        started = time.perf_counter()
+        started = time.process_time()
         ids = plan.pair_ids(step)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
         assert len(ids) == 1024 or step % plan.steps_per_epoch == plan.steps_per_epoch - 1
-    # of single calls the median: another process may interrupt one
+    # of this process alone: CI has others beside it
     assert np.median(seconds) < 0.020
 
 

@@ -63,8 +63,11 @@ def stored_quantization(path: str) -> Quantization | None:
     """How bitsandbytes has quantized a model's files; None if it has not."""
     if path.endswith(".gguf"):
         return None
-    stored = config_of(path).get("quantization_config") or {}
-    if stored.get("quant_method") != "bitsandbytes":
+    try:
+        stored = config_of(path).get("quantization_config")
+    except (UserError, OSError, ValueError, AttributeError, RecursionError):
+        return None  # whoever loads the model says what is wrong with its files
+    if not isinstance(stored, dict) or stored.get("quant_method") != "bitsandbytes":
         return None
     if stored.get("load_in_8bit") or stored.get("_load_in_8bit"):
         return Quantization(8)
