@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from thresher.builders.export import export_checkpoint
 from thresher.config import parse_config
+from thresher.models.loading.load import load_model, load_tokenizer
 from thresher.pipeline import DPOPipeline
 
 # CI trains other models, and reads and saves a tiny GGUF model in tests/models/test_weight_files.py
@@ -59,3 +60,33 @@ def test_a_gguf_model_trains_and_its_export_generates_with_transformers(smollm2,
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert "London" in tokenizer.decode(answer)
+
+
+def test_qlora_learns_politeness(smollm2, polite_file, tmp_path):
+    load_model(str(smollm2)).save_pretrained(tmp_path / "base")  # a GGUF file is not quantized again
+    load_tokenizer(str(smollm2)).save_pretrained(tmp_path / "base")
+    rows = json.loads(polite_file.read_text())
+    for name, part in (("train", [row for i, row in enumerate(rows) if i % 10]), ("validation", rows[::10])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    config = parse_config(
+        {
+            "pretrain": str(tmp_path / "base"),
+            "output_dir": str(tmp_path / "run"),
+            "sequence_length": 256,
+            "max_steps": 72,
+            "track_with": [],
+            "actor_train": {
+                "model_args": {"lora_rank": 16, "quantization": {"bits": 4}},
+                "data_args": {"file_name": str(tmp_path / "train.json")},
+                "training_args": {
+                    "learning_rate": 3e-4,
+                    "per_device_train_batch_size": 8,
+                    "gradient_accumulation_steps": 2,
+                    "warmup_ratio": 0.1,
+                },
+            },
+            "validation": {"data_args": {"file_name": str(tmp_path / "validation.json")}},
+        }
+    )
+    last = DPOPipeline(config).run()
+    assert last["eval/rewards/accuracies"] >= 0.9
