@@ -352,7 +352,7 @@ def test_a_quantized_model_cannot_be_sharded(models_in):
     config = parse_config({"pretrain": str(path), "actor_train": {"num_workers": 2}})
     messages = {message(read_sharded, path), message(lambda _: check_engine(config, "actor_train"), path)}
     assert len(messages) == 1
-    assert "cannot be sharded: its weights are quantized; " in messages.pop()
+    assert "cannot be sharded: its weights are quantized, and not by bitsandbytes; " in messages.pop()
 
 
 def test_unreadable_weights_are_rejected_before_any_worker_starts(models_in):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from thresher.config.roles import TrainingArgs
 from thresher.engines.native.optimizers.blocks import BYTES_PER_ELEMENT
 from thresher.errors import UserError
+from thresher.models.loading.quantization import import_bitsandbytes
 
 Groups = list[dict[str, Any]]  # as torch takes them
 
@@ -104,6 +105,7 @@ def _of_torch(kind: Any, **options: Any) -> Callable[[Groups, TrainingArgs, Shar
 def _of_bitsandbytes(num_bits: int, state: float, *, is_paged: bool = False) -> OptimizerKind:
     def build(groups: Groups, training: TrainingArgs, shards: Shards) -> Optimizer:
         _require("bitsandbytes", "quantization", training)
+        import_bitsandbytes()
         from thresher.engines.native.optimizers.eight_bit import AdamW8bit, AdamW32bit
 
         kind = AdamW8bit if num_bits == 8 else AdamW32bit
