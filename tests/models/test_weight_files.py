@@ -21,7 +21,7 @@ from tests.support.tiny_llama import save_tiny_llama
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.models.loading import load, load_sharded, location
+from thresher.models.loading import load, load_sharded
 from thresher.models.loading.load import load_model, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta, load_local_shards
 from thresher.reference.fingerprint import weights_digest
@@ -327,9 +327,12 @@ def test_a_model_in_the_hub_cache_is_read_alike(hub_model, models):
 def test_a_missing_gguf_package_names_the_extra_to_install(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    monkeypatch.setattr(location, "find_spec", lambda _: None)
+    monkeypatch.setattr("thresher.optional.find_spec", lambda _: None)
     for read in (load.load_tokenizer, load.load_model_config, load.load_model):
-        assert message(read, str(path)) == f"reading {path} needs the package gguf; run `pip install 'thresher[gguf]'`"
+        assert (
+            message(read, str(path))
+            == f"reading {path} needs gguf, which is not installed; run `pip install 'thresher[gguf]'`"
+        )
 
 
 def test_a_model_that_is_not_a_directory_cannot_be_sharded(tmp_path):

@@ -114,7 +114,7 @@ def test_the_local_log_is_always_on_and_names_may_repeat(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("tensorboard", "torch.utils.tensorboard"),
+        ("tensorboard", "tensorboard"),
         ("wandb", "wandb"),
         ("mlflow", "mlflow"),
         ("mlflow", "sqlalchemy"),

@@ -20,7 +20,8 @@ import yaml
 
 from thresher import __version__, durable
 from thresher.config import parse_config
-from thresher.errors import UserError, unusable_path
+from thresher.errors import unusable_path
+from thresher.optional import require
 from thresher.redact import escape_control_chars, redact_text
 from thresher.report import tables
 from thresher.report.charts import MEAN, RAW, Chart
@@ -124,12 +125,8 @@ def vega_bundle() -> str:
 
 
 def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"thresher report needs a package that is not installed ({error}); run `pip install 'thresher[report]'`"
-        ) from error
+    require("thresher report", name, extra="report")
+    return importlib.import_module(name)
 
 
 def _embeddable(script: str) -> str:

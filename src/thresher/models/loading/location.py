@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
+from thresher.optional import require
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>\w[\w./-]*))?")
 _SECONDS_TO_REACH_HUB = 10
@@ -50,8 +50,7 @@ def find_model(path: str) -> tuple[str, dict[str, Any]]:
             raise UserError(
                 f"model file {path} does not exist; give the path of a `.gguf` file or of a model directory"
             )
-        if find_spec("gguf") is None:
-            raise UserError(f"reading {path} needs the package gguf; run `pip install 'thresher[gguf]'`")
+        require(f"reading {path}", "gguf", extra="gguf")
         return str(location.parent), {"gguf_file": location.name}
     if location.is_dir():
         if not (location / "config.json").is_file():

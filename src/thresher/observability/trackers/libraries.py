@@ -18,6 +18,7 @@ from thresher.errors import UserError, nearest
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import JsonlTracker
 from thresher.observability.trackers.tracker import RunInfo, Status, Table, Tracker, Trackers, rotate
+from thresher.optional import require
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,8 @@ WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 def _import_library(module: str, extra: str) -> ModuleType:
     """Import the library of a tracker."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"tracker {extra} needs a package that is not installed ({error}); "
-            f"run `pip install 'thresher[{extra}]'` or leave {extra} out of the trackers"
-        ) from error
+    require(f"tracker {extra}", module, extra=extra, otherwise=f"leave {extra} out of track_with")
+    return importlib.import_module(module)
 
 
 class TensorBoardTracker:
@@ -44,7 +40,8 @@ class TensorBoardTracker:
     name = "tensorboard"
 
     def __init__(self, *, tensorboard_dir: str | None = None) -> None:
-        self._library = _import_library("torch.utils.tensorboard", "tensorboard")
+        _import_library("tensorboard", "tensorboard")
+        self._library = importlib.import_module("torch.utils.tensorboard")
         self._directory = tensorboard_dir
         self._writer: Any = None
 
