@@ -32,6 +32,7 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = "thresher"
+INSTALLED = ("dev", "deepspeed", "megatron")  # by scripts/install
 # of torch's CUDA build, which pins them and adds NVIDIA's licences
 CUDA = ("cuda-", "nvidia-", "triton")
 # SPDX ids, and the older spellings of metadata without a licence expression
@@ -99,9 +100,9 @@ def read_pins(text: str) -> Pins:
 
 
 def required(project: Mapping[str, Any]) -> Iterator[Requirement]:
-    """Yield the requirements of the project with the extra `dev` and the extras that it names."""
+    """Yield the requirements of the project with the extras INSTALLED and those that they name."""
     extras: Mapping[str, list[str]] = project["optional-dependencies"]
-    waiting = [*project["dependencies"], *extras["dev"]]
+    waiting = [*project["dependencies"], *(each for extra in INSTALLED for each in extras[extra])]
     while waiting:
         requirement = Requirement(waiting.pop())
         if canonicalize_name(requirement.name) == OWN:
@@ -179,7 +180,7 @@ def check_licences(requirements: Iterable[Requirement]) -> list[str]:
 
 
 def licences(metadata: PackageMetadata) -> set[str]:
-    """Every licence that metadata states: all ids of an expression, otherwise classifiers, otherwise the field `License`."""
+    """Every licence that metadata states: the ids of its expression, or its classifiers, or the field `License`."""
     classifiers = [each for each in metadata.get_all("Classifier") or () if each.startswith("License ::")]
     stated = metadata.get("License-Expression") or " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
     # an exception after WITH only adds permissions
