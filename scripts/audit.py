@@ -1,10 +1,11 @@
-"""Check the pinned packages: pins, installed versions and known vulnerabilities. Nothing is downloaded.
+"""Check the pinned packages: pins, installed versions, licences and known vulnerabilities. Nothing is downloaded.
 
 Rules that need no advisories:
 - every line of constraints.txt is `name==version`, once per package, with the canonical spelling of the version;
 - every requirement of pyproject.toml, direct or transitive, is pinned to a version that it allows;
 - every pinned package is required;
-- every installed package has the pinned version.
+- every installed package has the pinned version;
+- every licence that an installed package states is in LICENCES, or the package in EXAMINED.
 
 Advisories are records of the OSV format (https://ossf.github.io/osv-schema/): files, directories or zip archives of
 them, each a record, a list of records, or `{"vulns": [...]}`. Withdrawn records and other ecosystems are ignored.
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageMetadata, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,37 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = "thresher"
+INSTALLED = ("dev", "deepspeed", "megatron")  # by scripts/install
+# of torch's CUDA build, which pins them and adds NVIDIA's licences
+CUDA = ("cuda-", "nvidia-", "triton")
+# SPDX ids, and the older spellings of metadata without a licence expression
+LICENCES = {
+    *(
+        "0BSD",
+        "Apache-2.0",
+        "BSD-2-Clause",
+        "BSD-3-Clause",
+        "BSL-1.0",
+        "CC0-1.0",
+        "CNRI-Python",
+        "ISC",
+        "MIT",
+        "MIT-0",
+        "MIT-CMU",
+    ),
+    *("MPL-2.0", "PSF-2.0", "Zlib"),
+    *("3-Clause BSD License", "Apache 2.0", "Apache 2.0 License", "Apache Software License", "BSD", "BSD License"),
+    *(
+        "ISC License (ISCL)",
+        "MIT License",
+        "Mozilla Public License 2.0 (MPL 2.0)",
+        "Python Software Foundation License",
+    ),
+}
+# packages with other licences, and why they may be used
+EXAMINED = {
+    "docutils": "public domain and BSD; the file under the GPL is a mode for Emacs, which the wheel does not contain"
+}
 
 
 class UnreadableError(Exception):
@@ -67,9 +100,9 @@ def read_pins(text: str) -> Pins:
 
 
 def required(project: Mapping[str, Any]) -> Iterator[Requirement]:
-    """Yield the requirements of the project with the extra `dev` and the extras that it names."""
+    """Yield the requirements of the project with the extras INSTALLED and those that they name."""
     extras: Mapping[str, list[str]] = project["optional-dependencies"]
-    waiting = [*project["dependencies"], *extras["dev"]]
+    waiting = [*project["dependencies"], *(each for extra in INSTALLED for each in extras[extra])]
     while waiting:
         requirement = Requirement(waiting.pop())
         if canonicalize_name(requirement.name) == OWN:
@@ -84,8 +117,10 @@ def brought_along(requirements: Iterable[Requirement]) -> Iterator[tuple[str, Re
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         asker, requirement = waiting.pop()
-        yield asker, requirement
         name, extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if name.startswith(CUDA):
+            continue
+        yield asker, requirement
         if (name, extras) in seen:
             continue
         seen.add((name, extras))
@@ -127,6 +162,30 @@ def check_installed(pins: Pins) -> list[str]:
         if installed.public != version.public:
             found.append(f"{name} is pinned to {version}, but {installed} is installed")
     return found
+
+
+def check_licences(requirements: Iterable[Requirement]) -> list[str]:
+    """List every direct or transitive requirement whose licence has not been examined."""
+    names = {canonicalize_name(requirement.name) for _, requirement in brought_along(requirements)}
+    found = []
+    for name in sorted(names - EXAMINED.keys()):
+        try:
+            unknown = licences(distribution(name).metadata) - LICENCES
+        except PackageNotFoundError:  # check_installed reports it
+            continue
+        found += [
+            f"{name} has the licence {each!r}, which LICENCES in scripts/audit.py lacks" for each in sorted(unknown)
+        ]
+    return found
+
+
+def licences(metadata: PackageMetadata) -> set[str]:
+    """Every licence that metadata states: the ids of its expression, or its classifiers, or the field `License`."""
+    classifiers = [each for each in metadata.get_all("Classifier") or () if each.startswith("License ::")]
+    stated = metadata.get("License-Expression") or " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
+    # an exception after WITH only adds permissions
+    expression = re.sub(r" WITH \S+", "", stated or metadata.get("License", "none"))
+    return set(re.split(r" (?:AND|OR) ", expression))
 
 
 def read_advisories(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -222,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pins = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = [*pins.faults, *check_requirements(pins, required(project), UNPINNED), *check_installed(pins)]
+    found += check_licences(required(project))
     try:
         records = list(read_advisories(given.advisories))
         found += check_advisories(pins, records, given.ignore)

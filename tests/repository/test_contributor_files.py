@@ -79,6 +79,47 @@ def test_hooks_run_tools_of_the_checkout_and_download_nothing() -> None:
     assert os.access(ROOT / "scripts/check", os.X_OK)
 
 
+@pytest.mark.parametrize("name", ["ci.yml", "publish.yml"])
+def test_every_action_is_pinned_to_a_commit_and_keeps_no_credentials(name: str) -> None:
+    steps = [step for job in load(f".github/workflows/{name}")["jobs"].values() for step in job["steps"]]
+    used = [step for step in steps if "uses" in step]
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", step["uses"]) for step in used)
+    checkouts = [step for step in used if step["uses"].startswith("actions/checkout@")]
+    assert all(step["with"]["persist-credentials"] == "false" for step in checkouts)
+
+
+def test_publishing_is_started_by_hand_and_a_dry_run_by_default() -> None:
+    workflow = load(".github/workflows/publish.yml")
+    assert workflow["on"].keys() == {"push", "workflow_dispatch"}
+    assert workflow["on"]["push"] == {"tags": ["v*"]}
+    assert workflow["on"]["workflow_dispatch"]["inputs"]["dry_run"]["default"] == "true"
+    jobs = workflow["jobs"]
+    assert workflow["permissions"] == {}
+    assert {name: job["permissions"] for name, job in jobs.items()} == {
+        "build": {"contents": "read"},
+        "install": {"contents": "read"},
+        "publish": {"attestations": "write", "contents": "write", "id-token": "write"},
+    }
+    assert jobs["publish"]["needs"] == ["build", "install"]
+    assert jobs["publish"]["if"] == "github.event_name == 'workflow_dispatch' && !inputs.dry_run"
+    assert jobs["publish"]["environment"] == "pypi"
+    # trusted publishing: no step has a token of the index
+    assert "secrets." not in read(".github/workflows/publish.yml")
+
+
+def test_publishing_builds_and_checks_with_the_scripts_of_the_repository() -> None:
+    jobs = load(".github/workflows/publish.yml")["jobs"]
+    runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert [run.split()[0] for run in runs["build"]] == ["pip", "scripts/build", "scripts/sbom"]
+    assert runs["install"] == ["scripts/first-hour dist/*.whl"]
+    assert jobs["install"]["strategy"]["matrix"] == {"python": ["3.11", "3.12", "3.13"]}
+    for script in ("build", "sbom", "first-hour"):
+        assert os.access(ROOT / "scripts" / script, os.X_OK)
+    # the packages are built once: what was installed and checked is what is published
+    (check, _) = runs["publish"]
+    assert check == 'test "$GITHUB_REF_TYPE" = tag && test -f "dist/thresher-${GITHUB_REF_NAME#v}.tar.gz"'
+
+
 def test_the_workflow_runs_the_script_of_ci_and_nothing_else() -> None:
     workflow = load(".github/workflows/ci.yml")
     assert workflow.keys() >= {"name", "on", "jobs"}

@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from scripts.audit import read_pins
 from scripts.lowest_versions import lowest_versions
+from scripts.try_dockerfile import instructions
 from tests.support.paths import ROOT
 
 # what vLLM 0.32.0 requires of the packages that thresher requires too; numpy through mistral_common and numba
@@ -65,9 +66,32 @@ def imports_of(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in plain | members}
 
 
-def test_the_script_installs_the_torch_of_scripts_install() -> None:
-    lines = [
-        next(line for line in (ROOT / "scripts" / name).read_text(encoding="utf-8").splitlines() if "torch==" in line)
-        for name in ("install", "test-oldest")
+DOCKERFILE, SKYPILOT = ROOT / "docker" / "Dockerfile", ROOT / "examples" / "skypilot" / "train.yaml"
+INSTALLERS = [ROOT / "scripts" / name for name in ("install", "test-oldest", "first-hour", "sbom")]
+
+
+@pytest.mark.parametrize("path", [*INSTALLERS, DOCKERFILE, SKYPILOT], ids=lambda path: path.name)
+def test_whatever_installs_torch_installs_the_pinned_version(path: Path) -> None:
+    pinned = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8")).versions["torch"]
+    assert set(re.findall(r"torch==[\w.]+", path.read_text(encoding="utf-8"))) == {f"torch=={pinned}"}
+
+
+@pytest.mark.parametrize("path", [DOCKERFILE, SKYPILOT], ids=lambda path: path.name)
+def test_images_and_tasks_install_by_the_documented_commands(path: Path) -> None:
+    page = (ROOT / "docs" / "get-started" / "install.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^pip install .+$", page, flags=re.MULTILINE)
+    steps = re.findall(r"^(?:RUN|  ) ?(pip install .+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert steps == documented[:2]
+    assert "torch==" in steps[0]
+    assert "github.com/thresher-ai/thresher" in steps[1]
+
+
+def test_the_image_runs_as_a_user_and_holds_no_secret() -> None:
+    steps = list(instructions(DOCKERFILE.read_text(encoding="utf-8")))
+    assert [rest for name, rest in steps if name == "USER"] == ["1000"]
+    assert [rest for name, rest in steps if name == "COPY"] == ["constraints.txt /opt/constraints.txt"]
+    settings = [rest for name, rest in steps if name in ("ARG", "ENV")]
+    assert settings == [
+        'PIP_EXTRA_INDEX_URL=""',
+        "PIP_CONSTRAINT=/opt/constraints.txt PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore",
     ]
-    assert {re.search(r"torch==\S+", line)[0] for line in lines} == {"torch==2.13.0"}  # type: ignore[index]

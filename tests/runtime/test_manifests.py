@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from tests.support.paths import ROOT
+from thresher.runtime.launch_store import TOKEN_VARIABLE
 
 EXAMPLES = ROOT / "examples"
 
@@ -88,6 +92,37 @@ def test_the_ray_job_has_the_fields_of_kuberays_api_reference(ray_job):
     assert re.fullmatch("[a-z]([-a-z0-9]{0,45}[a-z0-9])?", ray_job["metadata"]["name"])  # KubeRay's limit is 47
 
 
+@pytest.mark.hand
+def test_the_ray_job_follows_kuberays_crd(ray_job):
+    """KUBERAY_CRD names ray-operator/config/crd/bases/ray.io_rayjobs.yaml of a KubeRay checkout."""
+    if "KUBERAY_CRD" not in os.environ:
+        pytest.skip("set KUBERAY_CRD to KubeRay's ray.io_rayjobs.yaml")
+    (version,) = (
+        each
+        for each in yaml.safe_load(Path(os.environ["KUBERAY_CRD"]).read_text())["spec"]["versions"]
+        if ray_job["apiVersion"] == f"ray.io/{each['name']}"
+    )
+    schema = version["schema"]["openAPIV3Schema"]
+    forbid_unknown_fields(schema)
+    schema["properties"]["metadata"] = {"type": "object"}  # the API server checks it, not the CRD
+    jsonschema.validate(ray_job, schema)
+    with pytest.raises(jsonschema.ValidationError, match="'cluster' was unexpected"):
+        jsonschema.validate(ray_job | {"spec": ray_job["spec"] | {"cluster": {}}}, schema)
+
+
+def forbid_unknown_fields(schema: Any) -> None:
+    """Reject what Kubernetes would silently drop."""
+    if isinstance(schema, dict):
+        if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            schema.setdefault("additionalProperties", False)
+        if schema.get("x-kubernetes-int-or-string"):
+            schema.pop("type", None)
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for each in schema:
+            forbid_unknown_fields(each)
+
+
 def test_the_ray_job_requires_a_token_and_the_pinned_ray_version(ray_job):
     constraints = (EXAMPLES.parent / "constraints.txt").read_text()
     assert cluster_spec(ray_job)["authOptions"] == {"mode": "token"}
@@ -105,6 +140,27 @@ def test_every_volume_that_a_pod_of_the_ray_job_mounts_exists(ray_job):
 def cluster_spec(ray_job: dict[str, Any]) -> dict[str, Any]:
     spec: dict[str, Any] = ray_job["spec"]["rayClusterSpec"]
     return spec
+
+
+def test_the_script_of_the_skypilot_task_starts_a_rank_per_gpu(tmp_path):
+    """The run script with SkyPilot's variables, and `torchrun` replaced by a program that prints its arguments."""
+    task = yaml.safe_load((EXAMPLES / "skypilot" / "train.yaml").read_text())
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    variables = {
+        "SKYPILOT_NODE_IPS": "192.0.2.1\n192.0.2.2",
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
+        "SKYPILOT_TASK_ID": "t1",
+    }
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables | task["envs"]
+    command = ["/bin/bash", "-euc", task["run"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-id", "t1"),
+        *("--rdzv-endpoint", "192.0.2.1:29400", "-m", "thresher", "train", "dpo.yaml"),
+    ]
+    assert task["secrets"] == {TOKEN_VARIABLE: None}  # asked for at launch, so that no token is in the file
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*/*.s*h")) + sorted(EXAMPLES.glob("*/*.sbatch")), ids=str)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,45 @@ def test_installed_versions_are_compared_with_the_pins() -> None:
     problems = audit.check_installed(pins)
     assert problems[0].startswith("pytest is pinned to 0.1, but ")
     assert problems[1] == "no-such-package is pinned to 1, but not installed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ([("License-Expression", "MIT")], {"MIT"}),
+        ([("License-Expression", "Apache-2.0 WITH LLVM-exception AND MIT OR Zlib")], {"Apache-2.0", "MIT", "Zlib"}),
+        ([("License-Expression", "MIT"), ("Classifier", "License :: OSI Approved :: BSD License")], {"MIT"}),
+        (
+            [("License", "a text"), *(("Classifier", f"License :: {each}") for each in ("OSI Approved :: A (B)", "C"))],
+            {"A (B)", "C"},
+        ),
+        ([("License", "MPL-2.0 AND MIT"), ("Classifier", "Topic :: Text")], {"MPL-2.0", "MIT"}),
+        ([], {"none"}),
+    ],
+)
+def test_licences_are_read_from_the_most_precise_field(fields: list[tuple[str, str]], expected: set[str]) -> None:
+    metadata = Message()
+    for name, value in fields:
+        metadata[name] = value
+    assert audit.licences(metadata) == expected
+
+
+def test_a_package_with_a_licence_that_nobody_examined_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "LICENCES", audit.LICENCES - {"BSD-3-Clause"})
+    (problem,) = audit.check_licences([Requirement("idna")])
+    assert problem == "idna has the licence 'BSD-3-Clause', which LICENCES in scripts/audit.py lacks"
+
+
+def test_the_licences_of_all_required_packages_have_been_examined() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {requirement.name for _, requirement in audit.brought_along(audit.required(project))}
+    assert len(names) > 150
+    assert audit.EXAMINED.keys() <= names
+    assert audit.check_licences(audit.required(project)) == []
+
+
+def test_packages_of_the_cuda_build_of_torch_are_left_to_torch() -> None:
+    assert list(audit.brought_along(map(Requirement, ["nvidia-nccl-cu13", "cuda-toolkit", "triton"]))) == []
 
 
 def test_the_constraints_file_is_valid() -> None:
