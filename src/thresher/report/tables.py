@@ -172,6 +172,7 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
         (f"{side_names(runs)[CHOSEN]} log-probability", "logps/chosen", False),
         ("log ratio on the data (nats)", "kl", False),
         ("win rate", "samples/win_rate", True),
+        ("win rate at equal lengths", "samples/win_rate_length_controlled", True),
         ("reward of answers", "samples/reward", False),
         ("KL on answers (nats)", "samples/kl", False),
         ("length of answers (tokens)", "samples/lengths/policy", False),
