@@ -230,7 +230,7 @@ def test_a_program_that_takes_too_long_is_ended(finished: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.hand)])
 def test_a_signal_ends_the_program_too(finished: Path, tmp_path: Path, number: int) -> None:
     code = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)"
     environment = make_program(tmp_path / "env", code)
