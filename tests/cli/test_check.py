@@ -108,7 +108,7 @@ def test_all_wrong_paths_are_in_one_list(command_line, config):
         }
     )
     expected = [
-        "unknown tracker 'wnadb'; did you mean wandb? the trackers are console, tensorboard, wandb, mlflow",
+        "unknown tracker 'wnadb'; did you mean wandb? the trackers are console, tensorboard, wandb, mlflow, trackio",
         "model directory ./policy does not exist; give the path of a model directory or of a `.gguf` file",
         "model file ./reference.gguf does not exist; give the path of a `.gguf` file or of a model directory",
         "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?",

@@ -63,6 +63,7 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
         runs=runs,
         sections=sections,
         verdict=tables.verdict,
+        benchmark_headings=tables.BENCHMARK_HEADINGS,
         shown_samples=tables.NUM_SHOWN_SAMPLES,
         yaml=_to_yaml,
         policy=_security_policy(scripts),
@@ -95,6 +96,11 @@ def sections_of(runs: Sequence[RunFiles]) -> list[PageSection]:
         PageSection("pairs", "Before and after", distribution_charts(runs)),
         PageSection("frontier", "Reward against distance", frontier_charts(runs)),
         PageSection("samples", "Answers", content=tables.samples_of(runs)),
+        PageSection(
+            "benchmarks",
+            "Benchmarks",
+            content=[(run.name, rows) for run in runs if (rows := tables.benchmark_rows(run.benchmarks))],
+        ),
         PageSection("speed", "Speed", tables.speed_charts(runs), tables.speed_rows(runs)),
         PageSection(
             "interruptions",
