@@ -110,6 +110,8 @@ def compare(
     fields = GGUFReader(file)
     problems = list(_compare_tokenizers(fields, tokenizer))
     model.to(torch.float32)
+    settings = model.config.get_text_config()
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     logps, projections = _logps(model, examples), _projections(model)
     rope = copy.deepcopy(decoder_of(model).rotary_emb) if _scales_rope(model) else None
     model.to("meta")
@@ -122,7 +124,7 @@ def compare(
     kinds = {tensor.tensor_type.name for tensor in fields.tensors if len(tensor.shape) > 1}
     kind = max(kinds, key=lambda each: TOLERANCES.get(each, math.inf))
     limit = TOLERANCES.get(kind, math.inf)
-    problems += _compare_matrices(projections, _projections(read))
+    problems += _compare_matrices(projections, _projections(read), head_dim)
     if not mean <= limit:  # so NaN is a difference
         cause = (
             ""
@@ -172,16 +174,24 @@ def _projections(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def _compare_matrices(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[str]:
+def _compare_matrices(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], head_dim: int) -> Iterator[str]:
     """Name the matrices that differ by more than rounding to four bits."""
-    wrong, reordered = [], []
+    wrong, permuted = [], []
     for name in sorted(expected.keys() & found.keys()):
         a, b = expected[name], found[name]
         if a.shape == b.shape and _differs(a, b):
-            (wrong if _differs(a.sort()[0], b.sort()[0]) else reordered).append(name)
-    for what, names in (("the rows of {} are in another order", reordered), ("the values of {} differ", wrong)):
+            (permuted if _is_permuted(a, b, head_dim) else wrong).append(name)
+    for what, names in (("the rows of {} are permuted within heads", permuted), ("the values of {} differ", wrong)):
         if names:
             yield what.format(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
+
+
+def _is_permuted(a: Tensor, b: Tensor, head_dim: int) -> bool:
+    """Whether the halves of each head that RoPE rotates are interleaved on one side only."""
+    if len(a) % head_dim:
+        return False
+    orders = (a.reshape(-1, *halves).mT.flatten() for halves in ((2, head_dim // 2), (head_dim // 2, 2)))
+    return not all(_differs(order, b) for order in orders)
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
