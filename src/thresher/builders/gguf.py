@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ from thresher.builders.export import load_checkpoint, trained_model
 from thresher.data.prepare.prepare import tokenizer_digest
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
-from thresher.models.loading.load import DTYPES, load_model, load_model_config
-from thresher.models.loading.location import find_model
+from thresher.models.loading.load import DTYPES, load_model, load_model_config, translate_load_errors
 from thresher.models.pipeline_chunk import decoder_of
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,17 @@ _TEXTS = (
 )
 
 
-def find_llama_cpp(source: Path, checkpoint: Path, output: Path | None, file: Path, dtype: str | None) -> str:
-    """Return the checkout of llama.cpp that the environment names, or raise with the commands to run instead."""
+def find_converter(source: Path, checkpoint: Path, output: Path | None, file: Path, dtype: str | None) -> str | None:
+    """Return the checkout of llama.cpp that is to convert a file, or raise with the commands to run instead.
+
+    None if the file exists, so that it is only to be checked.
+    """
+    if file.suffix != ".gguf" or find_spec("gguf") is None:
+        what = "needs the package gguf; run `pip install 'thresher[gguf]'`"
+        raise UserError(f"the check of {file} {what if file.suffix == '.gguf' else 'needs a name that ends in .gguf'}")
     path = os.environ.get(LLAMA_CPP)
+    if file.exists():
+        return None
     if path and (Path(path) / _SCRIPT).is_file():
         return path
     problem = f"{path} has no {_SCRIPT}" if path else "it is not set"
@@ -104,10 +112,10 @@ def compare(
     """Compare a file with the model that it was converted from, whose weights are released."""
     if hasattr(model, "score"):
         raise UserError("llama.cpp has no reward models of transformers; leave --gguf out")
-    find_model(str(file))  # with the package that reads it
     from gguf import GGUFReader
 
-    fields = GGUFReader(file)
+    with translate_load_errors("GGUF file", str(file)):
+        fields = GGUFReader(file)
     problems = list(_compare_tokenizers(fields, tokenizer))
     model.to(torch.float32)
     settings = model.config.get_text_config()

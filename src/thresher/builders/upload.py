@@ -78,7 +78,10 @@ def _translate_errors(name: str) -> Iterator[None]:
         elif error.response.status_code not in (401, 404):
             hint = "try again, or upload the directory with `hf upload`"
         raise UserError(f"the Hugging Face Hub refuses the upload to {name}: {error}; {hint}") from error
-    except Exception as error:  # those of its HTTP library, and a model card that the Hub rejects
+    except ValueError as error:
+        hint = "correct README.md, or the arguments that went into it"
+        raise UserError(f"the Hugging Face Hub rejects the model card of {name}: {error}; {hint}") from error
+    except Exception as error:  # those of its HTTP library
         raise UserError(
             f"the upload to {name} failed: {error}; check the network, then try again, or use `hf upload`"
         ) from error

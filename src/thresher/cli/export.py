@@ -64,7 +64,7 @@ def export(
 ) -> None:
     """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged, or its adapter."""
     from thresher.builders.export import MAX_SHARD_SIZE, export_adapter, export_checkpoint
-    from thresher.builders.gguf import check_gguf, convert, find_llama_cpp
+    from thresher.builders.gguf import check_gguf, convert, find_converter
     from thresher.builders.upload import open_repository, upload
 
     quiet_libraries()
@@ -81,10 +81,9 @@ def export(
         if given and push is None:
             raise UserError(f"--{name} has no effect without --push OWNER/NAME; leave it out, or name a repository")
     checkpoint = _find_checkpoint(source, best=best)
-    converts = gguf is not None and not gguf.exists()
-    if output is None and push is None and (gguf is None or converts):
+    if output is None and push is None and (gguf is None or not gguf.exists()):
         raise UserError("the export has no place to go; name a directory with --output DIR, or --push OWNER/NAME")
-    llama_cpp = find_llama_cpp(source, checkpoint, output, gguf, dtype) if converts else None
+    llama_cpp = None if gguf is None else find_converter(source, checkpoint, output, gguf, dtype)
     if push is not None:  # before the export, which may take long
         push = open_repository(push, private=private or None, revision=revision)
     with ExitStack() as stack:
