@@ -209,6 +209,7 @@ def export_adapter(
         except ValueError as error:
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
         _load_tokenizer(path, args).save_pretrained(staging)
+        (staging / CARD).unlink(missing_ok=True)  # PEFT's, which names the base's path
         write_card(staging, model_card(checkpoint, path, name or output.resolve().name, adapter_alone=True))
         names = [file.name for file in staging.iterdir()]
     if (kind := quantization_of(args) or stored_quantization(path)) is not None:

@@ -63,9 +63,10 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged, or its adapter."""
-    from thresher.builders.export import MAX_SHARD_SIZE, export_adapter, export_checkpoint
+    from thresher.builders.export import MAX_SHARD_SIZE, export_adapter, export_checkpoint, trained_model
     from thresher.builders.gguf import check_gguf, convert, find_converter
     from thresher.builders.upload import open_repository, upload
+    from thresher.models.loading.location import hub_name
 
     quiet_libraries()
     if dtype not in (None, "fp32", "bf16", "fp16"):
@@ -84,6 +85,11 @@ def export(
     if output is None and push is None and (gguf is None or not gguf.exists()):
         raise UserError("the export has no place to go; name a directory with --output DIR, or --push OWNER/NAME")
     llama_cpp = None if gguf is None else find_converter(source, checkpoint, output, gguf, dtype)
+    if adapter and push is not None and hub_name(base := trained_model(checkpoint)[0]) is None:
+        raise UserError(
+            f"an adapter names its base, and the run's is a directory of this machine, {base}; push the merged model "
+            "(leave --adapter out), or train from a name on the Hugging Face Hub"
+        )
     if push is not None:  # before the export, which may take long
         push = open_repository(push, private=private or None, revision=revision)
     with ExitStack() as stack:
