@@ -20,6 +20,7 @@ TERMS = {
     "train/choose-a-loss": ["which loss", "simpo", "ipo", "orpo"],
     "train/data": ["dataset", "dataset format", "jsonl"],
     "train/hyperparameters": ["beta", "lr", "batch size", "epochs"],
+    "train/publish": ["model card", "push to hub", "gguf", "llama.cpp", "vllm"],
     "train/lora": ["adapter", "peft"],
 }
 

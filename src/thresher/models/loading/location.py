@@ -28,6 +28,12 @@ def named_model(path: str | None) -> str:
     return path
 
 
+def hub_name(path: str) -> str | None:
+    """Return a model's name on the Hub without its revision; None for a path."""
+    found = None if Path(path).exists() else _HUB_NAME.fullmatch(path)
+    return None if found is None else found["name"]
+
+
 def hub_arguments(path: str) -> tuple[str, dict[str, Any]]:
     """Return a path unchanged, or a Hub name without its revision, and the `revision` argument of transformers."""
     found = None if Path(path).exists() else _HUB_NAME.fullmatch(path)
