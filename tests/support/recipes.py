@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +29,57 @@ ARCHITECTURES = {
     "Qwen/Qwen2-0.5B-Instruct": "Qwen2.5-0.5B",
     "meta-llama/Meta-Llama-3-8B-Instruct": "Llama-3-8B",
 }
-# of splits on the Hub, `train` where none is named
-ROWS = {
-    "HuggingFaceH4/ultrafeedback_binarized:train_prefs": 61_135,
-    "allenai/llama-3.1-tulu-3-8b-preference-mixture": 272_898,
-    "trl-lib/kto-mix-14k": 13_500,
-    "princeton-nlp/llama3-ultrafeedback-armorm:train": 59_876,
+
+
+class Split(NamedTuple):
+    """A split of a dataset on the Hub."""
+
+    rows: int
+    columns: str  # what its rows look like: a key of ROWS
+
+
+# `train` where no split is named
+SPLITS = {
+    "HuggingFaceH4/ultrafeedback_binarized:train_prefs": Split(61_135, "scored conversations"),
+    "HuggingFaceH4/ultrafeedback_binarized:test_prefs": Split(2_000, "scored conversations"),
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": Split(272_898, "conversations"),
+    "trl-lib/kto-mix-14k": Split(13_500, "labelled messages"),
+    "princeton-nlp/llama3-ultrafeedback-armorm:train": Split(59_876, "conversations of several"),
+    "princeton-nlp/llama3-ultrafeedback-armorm:test": Split(1_961, "conversations of several"),
+}
+
+
+def _turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def _conversations(prompt: str, good: str, bad: str) -> dict[str, Any]:
+    """Two whole conversations, and the prompt as text."""
+    sides = {"chosen": good, "rejected": bad}
+    return {"prompt": prompt, **{k: [_turn("user", prompt), _turn("assistant", v)] for k, v in sides.items()}}
+
+
+# a row from a prompt, a good and a bad answer, with the columns of the published dataset
+ROWS: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
+    "conversations": lambda *texts: {"id": "a", "source": "made", **_conversations(*texts)},
+    "scored conversations": lambda *texts: {
+        **_conversations(*texts),
+        "prompt_id": "a",
+        "messages": _conversations(*texts)["chosen"],
+        "score_chosen": 8.0,
+        "score_rejected": 4.5,
+    },
+    "conversations of several": lambda *texts: {
+        **_conversations(*texts),
+        "prompt_id": "a",
+        "all_generated_responses": [*texts[1:], texts[2]],
+        "all_rm_scores": [0.2, 0.1, 0.1],
+    },
+    "labelled messages": lambda prompt, good, bad: {
+        "prompt": [_turn("user", prompt)],
+        "completion": [_turn("assistant", good if len(prompt) % 2 else bad)],
+        "label": bool(len(prompt) % 2),
+    },
 }
 
 
@@ -58,8 +105,13 @@ def num_examples(config: DPOConfig) -> int:
     return round(count * (1 - held_out))
 
 
+def split_of(name: str) -> Split:
+    """Look up a file name of a config, without its revision."""
+    return SPLITS[re.sub(r"@[^:]*", "", name.removeprefix("hf://"))]
+
+
 def _rows(name: str, most: int | None) -> int:
-    rows = ROWS[re.sub(r"@[^:]*", "", name.removeprefix("hf://"))]
+    rows = split_of(name).rows
     return min(rows, most or rows)
 
 
