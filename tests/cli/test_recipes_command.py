@@ -21,8 +21,14 @@ def test_ls_lists_every_recipe_at_80_and_120_columns(command_line, monkeypatch):
         assert {line.split()[0] for line in lines if line and not line.startswith(" ")} >= {r.name for r in RECIPES}
 
 
-def test_ls_filters_by_name_title_model_and_loss(command_line):
-    for word, name in (("ZEPHYR-7b-f", "zephyr-7b-full"), ("Meta-Llama", "simpo-v2"), ("kto", "qwen2-0.5b-kto")):
+def test_ls_filters_by_name_model_data_and_loss(command_line):
+    found = {
+        "ZEPHYR-7b-f": "zephyr-7b-full",
+        "Meta-Llama": "simpo-v2",
+        "kto": "qwen2-0.5b-kto",
+        "_binarized": "zephyr-7b-full",
+    }
+    for word, name in found.items():
         listed = command_line("recipes", "ls", word).out
         assert name in listed
         assert "tulu3-8b" not in listed

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from thresher.cli.terminal import print_lines, result_console
 from thresher.errors import UserError, unusable_path
-from thresher.recipes.catalog import all_recipes, find_recipe
+from thresher.recipes.catalog import Recipe, all_recipes, find_recipe
 
 recipes_app = typer.Typer(help="List, show or copy recipes: configs with published settings.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Recipe, as `thresher recipes ls` names it.")]
@@ -20,19 +20,17 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Recipe, as `thresher 
 @recipes_app.command("ls")
 def list_recipes(
     word: Annotated[
-        str | None, typer.Argument(metavar="WORD", help="Only recipes with this in name, title, model or loss.")
+        str | None, typer.Argument(metavar="WORD", help="Only recipes with this in name, title, model, data or loss.")
     ] = None,
 ) -> None:
     """List the recipes with their model, loss, GPUs, and expected memory and hours."""
     recipes = all_recipes()
     if word is not None:
-        recipes = [
-            each
-            for each in recipes
-            if word.lower() in f"{each.name}\n{each.title}\n{each.model}\n{each.losses}".lower()
-        ]
+        recipes = [each for each in recipes if word.lower() in _searched(each).lower()]
         if not recipes:
-            raise UserError(f"no recipe has {word!r} in its name, title, model or loss; see `thresher recipes ls`")
+            raise UserError(
+                f"no recipe has {word!r} in its name, title, model, data or loss; `thresher recipes ls` lists all"
+            )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("recipe", no_wrap=True)
     table.add_column("model", overflow="fold")
@@ -47,6 +45,10 @@ def list_recipes(
         "\nGB per GPU and hours are estimates of `thresher plan`, for pairs as long as sequence_length allows.",
         "No recipe was run on a GPU.",
     )
+
+
+def _searched(recipe: Recipe) -> str:
+    return "\n".join([recipe.name, recipe.title, recipe.model, recipe.losses, *recipe.datasets])
 
 
 @recipes_app.command()

@@ -51,6 +51,17 @@ class Recipe:
         return names if isinstance(names, str) else " + ".join(names)
 
     @property
+    def datasets(self) -> list[str]:
+        """Training data, such as OWNER/NAME:SPLIT on the Hub."""
+        data = self.values["actor_train"]["data_args"]
+        named = [
+            f"{name}:{part['split']}" if "split" in part else name
+            for part in data.get("sources", {"": data}).values()
+            for name in ([part["file_name"]] if isinstance(part["file_name"], str) else part["file_name"])
+        ]
+        return [name.removeprefix("hf://") for name in named]
+
+    @property
     def nodes(self) -> int:
         return int(self._hardware["nodes"] or 1)
 
