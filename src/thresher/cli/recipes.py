@@ -42,8 +42,8 @@ def list_recipes(
         table.add_row(each.name, each.model.rpartition("/")[2], each.losses, gpus, each.gigabytes, each.hours)
     result_console().print(table)
     print_lines(
-        "\nGB per GPU and hours are estimates of `thresher plan`, for pairs as long as sequence_length allows.",
-        "No recipe was run on a GPU.",
+        "\nGB per GPU and hours of training: estimates by `thresher plan`, for examples",
+        "as long as sequence_length allows. No recipe was run on a GPU.",
     )
 
 
