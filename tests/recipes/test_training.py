@@ -25,8 +25,6 @@ from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 from thresher.recipes.catalog import Recipe, all_recipes
 
-# each family, loss and kind of weights; the others are run by hand
-IN_CI = {"llama3-8b-it-simpo-v2", "qwen2-0.5b-kto", "tulu3-8b", "zephyr-7b-full"}
 NUM_ROWS = 24
 REPLACED = {
     *("pretrain", "tokenizer_name_or_path", "file_name", "global_batch_size", "max_steps", "output_dir"),
@@ -105,10 +103,7 @@ def flat(values: Any, name: str = "") -> dict[str, str]:
     return {key: each for part, inner in values.items() for key, each in flat(inner, f"{name}.{part}").items()}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(each, id=each.name, marks=[] if each.name in IN_CI else pytest.mark.hand) for each in all_recipes()],
-)
+@pytest.mark.parametrize("recipe", all_recipes(), ids=lambda recipe: recipe.name)
 def test_a_recipe_trains_with_a_tiny_model_and_tiny_data(recipe, tmp_path):
     values = tiny_run(recipe, tmp_path)
     changed = {key for key, _ in flat(recipe.values).items() ^ flat(values).items()}

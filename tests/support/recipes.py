@@ -177,14 +177,12 @@ def model_name(recipe: Recipe) -> str:
     return recipe.model.partition("@")[0]
 
 
-def load_without_hub(recipe: Recipe, directory: Path) -> DPOConfig:
-    """Load a recipe whose model and tokenizer are replaced: by the same config without weights, and a small one."""
+def without_hub(recipe: Recipe, directory: Path) -> list[str]:
+    """Overrides that replace model and tokenizer: by the same config without weights, and a small tokenizer."""
     name = model_name(recipe)
     model = save_config(directory / name.replace("/", "--"), ARCHITECTURES[name])
-    overrides = [f"pretrain={model}"]
-    if "tokenizer_name_or_path" in recipe.values["actor_train"].get("model_args", {}):
-        overrides.append(f"actor_train.model_args.tokenizer_name_or_path={model}")
-    return load_config(DIRECTORY / f"{recipe.name}.yaml", overrides)
+    has_tokenizer = "tokenizer_name_or_path" in recipe.values["actor_train"].get("model_args", {})
+    return [f"pretrain={model}", *([f"actor_train.model_args.tokenizer_name_or_path={model}"] if has_tokenizer else [])]
 
 
 def num_examples(config: DPOConfig) -> int:
@@ -212,7 +210,7 @@ def _rows(name: str) -> int:
 
 def estimate_recipe(recipe: Recipe, directory: Path) -> Estimate:
     """Plan a recipe on its GPUs, with as many examples as its dataset has, each as long as it may be."""
-    config = load_without_hub(recipe, directory)
+    config = load_config(DIRECTORY / f"{recipe.name}.yaml", without_hub(recipe, directory))
     known = KnownRun(config)
     assumed = known.pairs(config.pairs_per_step)
     lengths = np.resize(assumed.lengths, (num_examples(config), assumed.lengths.shape[1]))
