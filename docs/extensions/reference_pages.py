@@ -157,21 +157,18 @@ def render_losses() -> str:
 
 def render_recipes() -> str:
     """List the recipes in a table, then each with its source, its result and what differs."""
-    headings = ("recipe", "model", "data", "loss", "pairs per step", "learning rate", "GPUs", "GB per GPU", "hours")
+    headings = ("recipe", "model<br>data", "loss", "batch<br>learning rate", "GPUs<br>memory of each<br>hours")
     lines = [_row(*headings), "|" + "---|" * len(headings)]
     sections = []
     for recipe in all_recipes():
         config = load_config(DIRECTORY / f"{recipe.name}.yaml")
+        data = ", ".join(name.rpartition("/")[2].partition(":")[0] for name in recipe.datasets)
         cells = [
-            f"[`{recipe.name}`](#{re.sub(r'[^a-z0-9-]', '', recipe.name)})",
-            recipe.model.rpartition("/")[2],
-            ", ".join(name.rpartition("/")[2].partition(":")[0] for name in recipe.datasets),
+            f"[{recipe.name}](#{re.sub(r'[^a-z0-9-]', '', recipe.name)})",
+            f"{recipe.model.rpartition('/')[2]}<br>{data}",
             build_objective(config).describe(),
-            str(config.pairs_per_step),
-            f"{config.actor_train.training_args.learning_rate:g}",
-            recipe.hardware,
-            recipe.gigabytes,
-            recipe.hours,
+            f"{config.pairs_per_step}<br>{config.actor_train.training_args.learning_rate:g}",
+            f"{recipe.hardware}<br>{recipe.gigabytes} GB<br>{recipe.hours} hours",
         ]
         lines.append(_row(*cells))
         facts = {

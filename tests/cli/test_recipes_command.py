@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 import yaml
 
+from tests.support.recipes import without_hub
 from thresher.recipes.catalog import DIRECTORY, all_recipes
 
 RECIPES = all_recipes()
@@ -42,6 +44,22 @@ def test_config_show_fills_in_the_defaults_of_a_recipe(recipe, command_line):
     shown = command_line("config", "show", DIRECTORY / f"{recipe.name}.yaml")
     assert shown.code == 0, shown.err
     assert yaml.safe_load(shown.out)["pretrain"] == recipe.values["pretrain"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_plan_says_that_a_recipe_fits_on_its_gpus(recipe, command_line, models):
+    path, hardware = DIRECTORY / f"{recipe.name}.yaml", ("--gpu", recipe.gpu, "--nodes", recipe.nodes)
+    options = (*hardware, "--gpus-per-node", recipe.gpus_per_node, "--json")
+    planned = command_line("plan", path, *without_hub(recipe, models), *options)
+    assert planned.code == 0, planned.err
+    plan = json.loads(planned.out)
+    assert plan["num_gpus"] == recipe.num_gpus
+    assert plan["peak"] / 1e9 == pytest.approx(float(recipe.gigabytes), abs=1)
 
 
 def test_show_prints_the_file(command_line):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support.published_models import NUM_PARAMETERS
-from tests.support.recipes import ARCHITECTURES, estimate_recipe, expected_of
+from tests.support.recipes import ARCHITECTURES, estimate_recipe, expected_of, model_name
 from thresher.builders.hardware import find_gpu
 from thresher.config import load_config
 from thresher.recipes.catalog import DIRECTORY, Recipe, all_recipes
@@ -44,7 +44,7 @@ def models(tmp_path_factory):
 @EACH
 def test_the_expected_memory_and_hours_of_a_recipe_are_those_of_its_plan(recipe: Recipe, models):
     estimate = estimate_recipe(recipe, models)
-    total, published = estimate.known.size.parameters.total, NUM_PARAMETERS[ARCHITECTURES[recipe.model]]
+    total, published = estimate.known.size.parameters.total, NUM_PARAMETERS[ARCHITECTURES[model_name(recipe)]]
     assert total == pytest.approx(published, rel=0.05)
     assert estimate.fits
     assert recipe.expected == expected_of(estimate), "run scripts/update-recipes"

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tests.support.compared_runs import metric_log
 from tests.support.published_models import config_of
-from tests.support.recipes import ARCHITECTURES, ROWS, split_of
+from tests.support.recipes import ARCHITECTURES, ROWS, model_name, split_of
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_models import FAMILIES, GROUPED
@@ -25,11 +25,9 @@ from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 from thresher.recipes.catalog import Recipe, all_recipes
 
-# each family, loss and kind of weights; the others are run by hand
-IN_CI = {"llama3-8b-it-simpo-v2", "qwen2-0.5b-kto", "tulu3-8b", "zephyr-7b-full"}
 NUM_ROWS = 24
 REPLACED = {
-    *("pretrain", "file_name", "split", "revision", "global_batch_size", "max_steps", "output_dir"),
+    *("pretrain", "tokenizer_name_or_path", "file_name", "global_batch_size", "max_steps", "output_dir"),
     *("device_mapping", "strategy_args"),
 }
 
@@ -55,21 +53,21 @@ def save_tiny_model(name: str, directory: Path) -> str:
 def tiny_run(recipe: Recipe, directory: Path) -> dict[str, Any]:
     """The values of a recipe with these replaced, and nothing else.
 
-    - `pretrain`: a tiny model of the same family, with a small tokenizer;
-    - each file name: a file with a few rows that have the columns of the published dataset, and with it `split` and
-      `revision`, which only the Hub has;
+    - `pretrain` and `tokenizer_name_or_path`: a tiny model of the same family, with a small tokenizer;
+    - each file name: a file with a few rows that have the columns of the published dataset;
     - `global_batch_size`: 8, and `max_steps`: 2;
     - `output_dir`;
     - `device_mapping` and `strategy_args`: removed, so one process trains on a CPU.
     """
     values = copy.deepcopy(recipe.values)
-    values["pretrain"] = save_tiny_model(recipe.model.partition("@")[0], directory / "model")
+    values["pretrain"] = save_tiny_model(model_name(recipe), directory / "model")
+    model_args = values["actor_train"].get("model_args", {})
+    if "tokenizer_name_or_path" in model_args:
+        model_args["tokenizer_name_or_path"] = values["pretrain"]
     for number, section in enumerate(_with_files(values)):
         names = section["file_name"] if isinstance(section["file_name"], list) else [section["file_name"]]
-        of_hub = f":{section.pop('split')}" if "split" in section else ""
-        section.pop("revision", None)
         section["file_name"] = [
-            write_rows(directory / f"{number}-{at}.jsonl", split_of(name + of_hub).columns, number)
+            write_rows(directory / f"{number}-{at}.jsonl", split_of(name).columns, number)
             for at, name in enumerate(names)
         ]
     values |= {"max_steps": 2, "output_dir": str(directory / "run")}
@@ -105,10 +103,7 @@ def flat(values: Any, name: str = "") -> dict[str, str]:
     return {key: each for part, inner in values.items() for key, each in flat(inner, f"{name}.{part}").items()}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(each, id=each.name, marks=[] if each.name in IN_CI else pytest.mark.hand) for each in all_recipes()],
-)
+@pytest.mark.parametrize("recipe", all_recipes(), ids=lambda recipe: recipe.name)
 def test_a_recipe_trains_with_a_tiny_model_and_tiny_data(recipe, tmp_path):
     values = tiny_run(recipe, tmp_path)
     changed = {key for key, _ in flat(recipe.values).items() ^ flat(values).items()}

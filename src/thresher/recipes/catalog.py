@@ -30,7 +30,7 @@ class Recipe:
     title: str
     source: str  # repository, file and commit
     hardware: str  # such as `4 nodes of 8 x h100`
-    expected: str  # written by scripts/update-recipes
+    expected: str = ""  # written by scripts/update-recipes
     differs: list[str] = field(default_factory=list)  # from the source
     published: str | None = None  # the result that the source reports
 
