@@ -33,7 +33,7 @@ def list_recipes(
             )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("recipe", no_wrap=True)
-    table.add_column("model", overflow="fold")
+    table.add_column("model", overflow="ellipsis", no_wrap=True)
     table.add_column("loss", overflow="fold")
     for heading in ("GPUs", "GB", "hours"):
         table.add_column(heading, justify="right", no_wrap=True)
