@@ -223,7 +223,8 @@ def expected_of(estimate: Estimate) -> str:
     hours = estimate.hours
     step = 1 if hours >= 10 else 0.1
     shown = f"{math.ceil(hours / step) * step:,.{0 if step == 1 else 1}f}"
-    return f"{estimate.peak / GIGA:.0f} GB per GPU, at most {shown} hours by `thresher plan`; not run on a GPU"
+    memory = f"{estimate.peak / GIGA:.0f} GB per GPU"
+    return f"{memory}, {shown} hours with full-length examples by `thresher plan`; not run on a GPU"
 
 
 def main() -> None:

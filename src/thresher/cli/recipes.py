@@ -42,7 +42,7 @@ def list_recipes(
         table.add_row(each.name, each.model.rpartition("/")[2], each.losses, gpus, each.gigabytes, each.hours)
     result_console().print(table)
     print_lines(
-        "\nGB per GPU and hours of training: estimates by `thresher plan`, for examples",
+        "\nGB per GPU and hours of training are estimates by `thresher plan`, with examples",
         "as long as sequence_length allows. No recipe was run on a GPU.",
     )
 

@@ -18,7 +18,9 @@ from thresher.errors import UserError, nearest
 
 DIRECTORY = Path(__file__).parent
 _HARDWARE = re.compile(r"(?:(?P<nodes>\d+) nodes of )?(?P<gpus>\d+) x (?P<gpu>[\w-]+)")
-_EXPECTED = re.compile(r"([\d.]+) GB per GPU, at most ([\d.,]+) hours by `thresher plan`; not run on a GPU")
+_EXPECTED = re.compile(
+    r"([\d.]+) GB per GPU, ([\d.,]+) hours with full-length examples by `thresher plan`; not run on a GPU"
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Recipe:
 
 
 def all_recipes() -> list[Recipe]:
-    return [_read(path) for path in sorted(DIRECTORY.glob("*.yaml"))]
+    return [_read(path) for path in sorted(DIRECTORY.glob("*.yaml"), key=lambda path: path.stem)]
 
 
 def find_recipe(name: str) -> Recipe:
