@@ -15,12 +15,18 @@ from thresher.recipes.catalog import DIRECTORY, all_recipes
 RECIPES = all_recipes()
 
 
-def test_ls_lists_every_recipe_at_80_and_120_columns(command_line, monkeypatch):
-    for columns in (80, 120):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        lines = command_line("recipes", "ls").out.splitlines()
-        assert max(map(len, lines[: len(RECIPES)])) <= columns
-        assert {line.split()[0] for line in lines if line and not line.startswith(" ")} >= {r.name for r in RECIPES}
+@pytest.mark.parametrize("columns", [80, 120])
+def test_ls_shows_every_recipe_in_one_line(columns, command_line, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = command_line("recipes", "ls").out.splitlines()
+    assert max(map(len, lines)) <= columns
+    for recipe, line in zip(RECIPES, lines[2:], strict=False):
+        name, model, *others = line.split()
+        assert name == recipe.name
+        assert recipe.model.rpartition("/")[2].startswith(model.rstrip("…"))
+        expected = f"{recipe.losses} {recipe.num_gpus} {recipe.gpu} {recipe.gigabytes} {recipe.hours}"
+        assert " ".join(others) == expected
+    assert "No recipe was run on a GPU." in lines[-1]
 
 
 def test_ls_filters_by_name_model_data_and_loss(command_line):

@@ -65,11 +65,7 @@ def tiny_run(recipe: Recipe, directory: Path) -> dict[str, Any]:
     if "tokenizer_name_or_path" in model_args:
         model_args["tokenizer_name_or_path"] = values["pretrain"]
     for number, section in enumerate(_with_files(values)):
-        names = section["file_name"] if isinstance(section["file_name"], list) else [section["file_name"]]
-        section["file_name"] = [
-            write_rows(directory / f"{number}-{at}.jsonl", split_of(name).columns, number)
-            for at, name in enumerate(names)
-        ]
+        section["file_name"] = write_rows(directory / f"{number}.jsonl", split_of(section["file_name"]).columns, number)
     values |= {"max_steps": 2, "output_dir": str(directory / "run")}
     values["actor_train"]["training_args"]["global_batch_size"] = 8
     for role in ("actor_train", "reference"):

@@ -33,8 +33,8 @@ def list_recipes(
             )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("recipe", no_wrap=True)
-    table.add_column("model", overflow="ellipsis", no_wrap=True)
-    table.add_column("loss", overflow="fold")
+    table.add_column("model", overflow="ellipsis")  # the only column that may be cut
+    table.add_column("loss", no_wrap=True)
     for heading in ("GPUs", "GB", "hours"):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in recipes:

@@ -44,8 +44,7 @@ class Recipe:
 
     @property
     def model(self) -> str:
-        policy = self.values.get("actor_train", {}).get("model_args", {})
-        return str(policy.get("model_name_or_path") or self.values["pretrain"])
+        return str(self.values["pretrain"])
 
     @property
     def losses(self) -> str:
@@ -56,12 +55,7 @@ class Recipe:
     def datasets(self) -> list[str]:
         """Training data, such as OWNER/NAME:SPLIT on the Hub."""
         data = self.values["actor_train"]["data_args"]
-        named = [
-            f"{name}:{part['split']}" if "split" in part else name
-            for part in data.get("sources", {"": data}).values()
-            for name in ([part["file_name"]] if isinstance(part["file_name"], str) else part["file_name"])
-        ]
-        return [name.removeprefix("hf://") for name in named]
+        return [part["file_name"].removeprefix("hf://") for part in data.get("sources", {"": data}).values()]
 
     @property
     def nodes(self) -> int:
