@@ -13,6 +13,7 @@ from sphinx.transforms import SphinxTransform
 TERMS = {
     "operate/checkpoints": ["checkpoint", "resume", "continue a run", "save"],
     "operate/troubleshooting": ["oom", "cuda out of memory", "nan", "nccl", "faq"],
+    "reference/recipes": ["published settings", "example configs", "hyperparameters of a paper"],
     "scale/clusters": ["multi node", "multi-node", "multinode", "several nodes", "slurm", "kubernetes"],
     "scale/engines": ["deepspeed", "megatron"],
     "scale/memory": ["gpu memory", "vram"],

@@ -28,6 +28,7 @@ from thresher.cli.losses import losses
 from thresher.cli.plan import plan
 from thresher.cli.precompute_reference import precompute_reference
 from thresher.cli.prepare import prepare
+from thresher.cli.recipes import recipes_app
 from thresher.cli.report import report
 from thresher.cli.submit import submit
 from thresher.cli.sweep import sweep
@@ -92,6 +93,7 @@ app.command("eval")(evaluate)
 app.command()(answers)
 app.command()(losses)
 app.command("import")(import_config)
+app.add_typer(recipes_app, name="recipes")
 app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 
