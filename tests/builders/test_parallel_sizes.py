@@ -168,7 +168,7 @@ def test_a_single_file_model_can_be_replicated_but_not_sharded(tmp_path):
     path.write_bytes(b"GGUF")
     values = {"pretrain": str(path), "actor_train": {"num_workers": 2}}
     assert error_message(parse_config(values)) == (
-        f"{path} cannot be sharded: it is not a directory with safetensors weights; download or convert it, or set "
+        f"{path} cannot be sharded: it is a GGUF file; convert it to safetensors, or set "
         "strategy_args.strategy_config.dp_replicate to the number of workers for a full copy per worker"
     )
     values["actor_train"]["strategy_args"] = {"strategy_config": {"dp_replicate": 2}}

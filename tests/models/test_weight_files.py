@@ -318,9 +318,10 @@ def hub_model(models, tmp_path, monkeypatch) -> str:
     return "org/name"
 
 
-def test_a_model_in_the_hub_cache_is_read_alike(hub_model, models):
+@pytest.mark.parametrize("read", [read_in_one_process, read_sharded])
+def test_a_model_in_the_hub_cache_is_read_alike(read, hub_model, models):
     right = load_file(models["right"] / SINGLE)
-    weights = read_in_one_process(hub_model)
+    weights = read(hub_model)
     assert all(torch.equal(weights[name], tensor) for name, tensor in right.items())
     assert weights_digest(hub_model) == weights_digest(str(models["right"]))
 
@@ -336,18 +337,25 @@ def test_a_missing_gguf_package_names_the_extra_to_install(tmp_path, monkeypatch
         )
 
 
-def test_a_model_that_is_not_a_directory_cannot_be_sharded(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for path in (str(tmp_path / "model.gguf"), "org/name"):
-        config = parse_config({"pretrain": path, "actor_train": {"num_workers": 2}})
-        messages = {
-            message(read_sharded, path),
-            message(lambda _, config=config: check_engine(config, "actor_train"), path),
-        }
-        assert messages == {
-            f"{path} cannot be sharded: it is not a directory with safetensors weights; download or convert it, or set "
-            "strategy_args.strategy_config.dp_replicate to the number of workers for a full copy per worker"
-        }
+def test_a_gguf_file_cannot_be_sharded(tmp_path):
+    path = str(tmp_path / "model.gguf")
+    Path(path).write_bytes(b"GGUF")
+    config = parse_config({"pretrain": path, "actor_train": {"num_workers": 2}})
+    messages = {message(read_sharded, path), message(lambda _: check_engine(config, "actor_train"), path)}
+    assert messages == {
+        f"{path} cannot be sharded: it is a GGUF file; convert it to safetensors, or set "
+        "strategy_args.strategy_config.dp_replicate to the number of workers for a full copy per worker"
+    }
+
+
+def test_the_weights_of_a_hub_name_are_left_to_the_workers(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for file in hub_cache(tmp_path / "hub", models["right-shards"]).glob("*.safetensors"):
+        file.unlink()
+    config = parse_config({"pretrain": "org/name", "actor_train": {"num_workers": 2}})
+    check_engine(config, "actor_train")
+    assert ".safetensors" in message(read_sharded, "org/name")
 
 
 def test_a_quantized_model_cannot_be_sharded(models_in):

@@ -10,7 +10,7 @@ from thresher.engines.deepspeed.declaration import AUTO, ZeroSettings
 from thresher.engines.native.check import check_router_family
 from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
-from thresher.models.loading.weight_files import find_files_to_shard
+from thresher.models.loading.weight_files import check_shardable
 
 _CONFIG = "strategy_args.strategy_config"
 # DeepSpeed's key -> thresher's key below training_args
@@ -56,7 +56,7 @@ def check(spec: ModelSpec[ZeroSettings]) -> None:
         )
     if stage == 3:
         spec.require_plain_adapters("zero_stage 3", "use zero_stage 2")
-        find_files_to_shard(spec.path)
+        check_shardable(spec.path)
     for key, value, thresher_key, expected in _shared_settings(spec):
         if not _agrees(value, expected):
             raise UserError(

@@ -17,7 +17,7 @@ from thresher.engines.megatron.weights import ModelShape
 from thresher.engines.spec import ModelSpec
 from thresher.errors import UserError
 from thresher.models.loading.trained import TrainedParts
-from thresher.models.loading.weight_files import find_files_to_shard
+from thresher.models.loading.weight_files import check_shardable
 from thresher.models.optimizations.recompute import Recompute
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check(spec: ModelSpec[MegatronSettings]) -> None:
     """Reject what Megatron-Core cannot compute as the other engines do."""
     settings, shape = spec.settings, describe_model(spec.model_config, spec.path)
     spec.require_adamw("megatron_train")
-    find_files_to_shard(spec.path)
+    check_shardable(spec.path)
     check_sizes(shape, settings.sizes, spec.path)
     _check_precision(spec)
     if spec.balances_experts:

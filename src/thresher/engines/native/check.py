@@ -22,7 +22,7 @@ from thresher.models.branching_state import splits_over
 from thresher.models.layouts import Layout
 from thresher.models.loading.load_sharded import cannot_quantize, check_tensors
 from thresher.models.loading.quantization import import_bitsandbytes
-from thresher.models.loading.weight_files import find_files_to_shard
+from thresher.models.loading.weight_files import check_shardable
 from thresher.models.optimizations.llama_layers import LLAMA_LIKE_FAMILIES
 from thresher.models.router import FAMILIES as ROUTER_FAMILIES
 from thresher.models.router import num_experts, splits_experts
@@ -56,7 +56,7 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
         _check_quantization(spec, is_replicated=is_replicated)
     if is_replicated:
         return
-    find_files_to_shard(spec.path)
+    check_shardable(spec.path)
     check_axes(settings, spec.world.size, spec.section, spec.model_config, spec.layout)
     for name in settings.non_default("tp_size", "pp_size", "ep_size"):
         spec.require_plain_adapters(name, f"remove {name}", allows_dora=name != "tp_size")
@@ -76,7 +76,8 @@ def check(spec: ModelSpec[FSDP2Settings]) -> None:
             f"{spec.section}: pp_schedule {settings.pp_schedule} splits the backward, which {name} does not "
             "support; remove one of them"
         )
-    check_tensors(spec.empty(), spec.path)
+    if Path(spec.path).exists():  # a model on the Hub may not be downloaded yet
+        check_tensors(spec.empty(), spec.path)
 
 
 def _check_quantization(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) -> None:
@@ -86,7 +87,7 @@ def _check_quantization(spec: ModelSpec[FSDP2Settings], *, is_replicated: bool) 
             f"{spec.section}: {name} splits matrices, and quantized ones cannot be split: the blocks that share a "
             "constant run along the rows of a whole matrix; remove it, and let more workers shard the model"
         )
-    if is_replicated and Path(spec.path).exists():  # a model on the Hub may not be downloaded yet
+    if is_replicated and Path(spec.path).exists():  # as in `check`
         if (model := spec.empty_to_share()) is None:
             raise cannot_quantize(spec.path)
         check_tensors(model, spec.path)

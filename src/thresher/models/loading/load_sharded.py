@@ -45,7 +45,7 @@ from thresher.models.loading.quantization import (
 from thresher.models.loading.weight_files import (
     differently_tied,
     find_file,
-    find_files_to_shard,
+    check_shardable,
     find_weight_files,
     has_plain_tensors,
     is_of_adapter,
@@ -72,7 +72,7 @@ def build_on_meta(
     quantization: Quantization | None = None,
 ) -> PreTrainedModel:
     """Build a model on the meta device to read its shards; reject one that cannot be sharded."""
-    find_files_to_shard(path)
+    check_shardable(path)
     model = build_without_weights(
         path,
         dtype=dtype,

@@ -69,11 +69,11 @@ def find_weight_files(path: str) -> tuple[Path, ...]:
     return files
 
 
-def find_files_to_shard(path: str) -> tuple[Path, ...]:
-    """Return the weight files of a model directory; reject a model whose tensors cannot be read in slices."""
+def check_shardable(path: str) -> None:
+    """Reject a model whose tensors cannot be read in slices. Workers download the weights of a Hub name, not this."""
     reason = None
-    if not Path(path).is_dir():
-        reason = "it is not a directory with safetensors weights; download or convert it"
+    if path.endswith(".gguf"):
+        reason = "it is a GGUF file; convert it to safetensors"
     elif is_quantized_elsewhere(path):
         reason = "its weights are quantized, and not by bitsandbytes; use a model that is not quantized"
     if reason is not None:
@@ -81,7 +81,8 @@ def find_files_to_shard(path: str) -> tuple[Path, ...]:
             f"{path} cannot be sharded: {reason}, or set strategy_args.strategy_config.dp_replicate to the number of "
             "workers for a full copy per worker"
         )
-    return find_weight_files(path)
+    if Path(path).is_dir():
+        find_weight_files(path)
 
 
 def has_plain_tensors(path: str) -> bool:
