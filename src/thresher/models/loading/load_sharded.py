@@ -43,9 +43,9 @@ from thresher.models.loading.quantization import (
     stored_quantization,
 )
 from thresher.models.loading.weight_files import (
+    check_shardable,
     differently_tied,
     find_file,
-    check_shardable,
     find_weight_files,
     has_plain_tensors,
     is_of_adapter,
