@@ -52,6 +52,7 @@ LICENCES = {
     ),
     *("MPL-2.0", "PSF-2.0", "Zlib"),
     *("3-Clause BSD License", "Apache 2.0", "Apache 2.0 License", "Apache Software License", "BSD", "BSD License"),
+    *("Apache Software License 2.0",),
     *(
         "ISC License (ISCL)",
         "MIT License",
@@ -61,7 +62,8 @@ LICENCES = {
 }
 # packages with other licences, and why they may be used
 EXAMINED = {
-    "docutils": "public domain and BSD; the file under the GPL is a mode for Emacs, which the wheel does not contain"
+    "docutils": "public domain and BSD; the file under the GPL is a mode for Emacs, which the wheel does not contain",
+    "hjson": "MIT or Academic Free License 2.1, at choice",
 }
 
 

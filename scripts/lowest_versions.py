@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from scripts.audit import ROOT, read_pins
 
 # the other extras hold tools, or engines that are planned
-EXTRAS = ("gguf", "tensorboard", "wandb", "mlflow", "report", "quantization", "schedule-free")
+EXTRAS = ("ray", "gguf", "tensorboard", "wandb", "mlflow", "trackio", "report", "quantization", "schedule-free")
 
 
 def lowest_versions() -> dict[str, str]:

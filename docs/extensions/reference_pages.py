@@ -1,4 +1,4 @@
-"""Reference pages made from the code while the site is built: the command line, the losses, the Python API.
+"""Reference pages made from the code while the site is built: the command line, losses, recipes, the Python API.
 
 A page asks for one of them with the comment `<!-- generated: cli -->`. Names of the API that `thresher` itself does not
 export are listed in `API`, by title and module.
@@ -21,8 +21,11 @@ import config_doc
 from loss_formulas import FORMULAS, PAPERS
 
 import thresher
+from thresher.builders.objective import build_objective
 from thresher.cli import app as command_line
+from thresher.config import load_config
 from thresher.losses import describe, make_loss
+from thresher.recipes.catalog import DIRECTORY, all_recipes
 
 API: dict[str, dict[str, list[str]]] = {
     "Runs": {"thresher": thresher.__all__},
@@ -69,6 +72,9 @@ EXAMPLES = {
     "thresher report": "thresher report output/first output/second --output compare.html",
     "thresher export": "thresher export output/first --output my-model --best",
     "thresher losses": "thresher losses",
+    "thresher recipes ls": "thresher recipes ls simpo",
+    "thresher recipes show": "thresher recipes show zephyr-7b-full",
+    "thresher recipes copy": "thresher recipes copy zephyr-7b-full dpo.yaml",
     "thresher import": "thresher import trl-dpo.yaml --output dpo.yaml",
     "thresher cache ls": "thresher cache ls",
     "thresher cache verify": "thresher cache verify",
@@ -149,6 +155,36 @@ def render_losses() -> str:
     return "\n".join([*lines, "", *sections])
 
 
+def render_recipes() -> str:
+    """List the recipes in a table, then each with its source, its result and what differs."""
+    headings = ("recipe", "model<br>data", "loss", "batch<br>learning rate", "GPUs<br>memory of each<br>hours")
+    lines = [_row(*headings), "|" + "---|" * len(headings)]
+    sections = []
+    for recipe in all_recipes():
+        config = load_config(DIRECTORY / f"{recipe.name}.yaml")
+        data = ", ".join(name.rpartition("/")[2].partition(":")[0] for name in recipe.datasets)
+        cells = [
+            f"[{recipe.name}](#{re.sub(r'[^a-z0-9-]', '', recipe.name)})",
+            f"{recipe.model.rpartition('/')[2]}<br>{data}",
+            build_objective(config).describe(),
+            f"{config.pairs_per_step}<br>{config.actor_train.training_args.learning_rate:g}",
+            f"{recipe.hardware}<br>{recipe.gigabytes} GB<br>{recipe.hours} hours",
+        ]
+        lines.append(_row(*cells))
+        facts = {
+            "Source": recipe.source,
+            "Published": recipe.published,
+            "Model": f"`{recipe.model}`",
+            "Data": ", ".join(f"`{name}`" for name in recipe.datasets),
+            f"Expected on {recipe.hardware}": recipe.expected,
+        }
+        sections += [f"## {recipe.name}", "", f"{recipe.title}.", ""]
+        sections += [*(f"- {name}: {fact}" for name, fact in facts.items() if fact), ""]
+        if recipe.differs:
+            sections += ["What differs from the source:", "", *(f"- {each}" for each in recipe.differs), ""]
+    return "\n".join([*lines, "", *sections])
+
+
 def render_api() -> str:
     """Ask autodoc for every name of the public API, by section."""
     lines = []
@@ -189,7 +225,7 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-_PAGES = {"cli": render_cli, "losses": render_losses, "api": render_api}
+_PAGES = {"cli": render_cli, "losses": render_losses, "recipes": render_recipes, "api": render_api}
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 
 

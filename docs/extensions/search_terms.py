@@ -13,6 +13,7 @@ from sphinx.transforms import SphinxTransform
 TERMS = {
     "operate/checkpoints": ["checkpoint", "resume", "continue a run", "save"],
     "operate/troubleshooting": ["oom", "cuda out of memory", "nan", "nccl", "faq"],
+    "reference/recipes": ["published settings", "example configs", "hyperparameters of a paper"],
     "scale/clusters": ["multi node", "multi-node", "multinode", "several nodes", "slurm", "kubernetes"],
     "scale/engines": ["deepspeed", "megatron"],
     "scale/memory": ["gpu memory", "vram"],
@@ -20,6 +21,7 @@ TERMS = {
     "train/choose-a-loss": ["which loss", "simpo", "ipo", "orpo"],
     "train/data": ["dataset", "dataset format", "jsonl"],
     "train/hyperparameters": ["beta", "lr", "batch size", "epochs"],
+    "train/publish": ["model card", "push to hub", "gguf", "llama.cpp", "vllm"],
     "train/lora": ["adapter", "peft"],
 }
 

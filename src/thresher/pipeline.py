@@ -35,7 +35,7 @@ from thresher.config import DPOConfig
 from thresher.data.prepare.prepare import prepare
 from thresher.errors import UserError
 from thresher.observability.details import DETAIL, PHASE
-from thresher.observability.log_files import EVAL_PAIRS
+from thresher.observability.log_files import EVAL_EXTERNAL, EVAL_PAIRS
 from thresher.observability.run_log import run_log
 from thresher.observability.timing import PhaseClock
 from thresher.observability.trackers.callbacks import CallbackTracker
@@ -237,6 +237,7 @@ class DPOPipeline:
             ):
                 describe_run(run.inputs, facts)
                 pairs_log = StepLog(log_dir / EVAL_PAIRS, resume_step)
+                StepLog(log_dir / EVAL_EXTERNAL, resume_step)  # drops results of an earlier run, or of later steps
                 return fit(
                     run,
                     config,

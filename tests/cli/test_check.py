@@ -15,7 +15,9 @@ import yaml
 
 from tests.support.compared_runs import merge
 from tests.support.small_runs import save_small_model, write_rows
+from thresher import DPOConfig, DPOTrainer
 from thresher.builders.preflight import checks
+from thresher.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_all_wrong_paths_are_in_one_list(command_line, config):
         }
     )
     expected = [
-        "unknown tracker 'wnadb'; did you mean wandb? the trackers are console, tensorboard, wandb, mlflow",
+        "unknown tracker 'wnadb'; did you mean wandb? the trackers are console, tensorboard, wandb, mlflow, trackio",
         "model directory ./policy does not exist; give the path of a model directory or of a `.gguf` file",
         "model file ./reference.gguf does not exist; give the path of a `.gguf` file or of a model directory",
         "'pears.jsonl' does not exist; did you mean ./pairs.jsonl?",
@@ -344,7 +346,38 @@ def test_the_strategy_decides_how_many_checkpoints_the_disk_must_hold(
 def test_a_tracker_whose_package_is_missing(command_line, config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     message = error_of(command_line("check", config(), "track_with=[wandb]"))
-    assert message.startswith("tracker wandb needs a package that is not installed (")
+    assert message == (
+        "tracker wandb needs wandb, which is not installed; run `pip install 'thresher[wandb]'`, or leave wandb out of "
+        "track_with"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "user", "otherwise"),
+    [
+        (("check", "run.yaml", "actor_train.num_workers=2"), "a run with several workers", True),
+        (("check", "run.yaml", "ray_address=head:6379"), "ray_address: head:6379", False),
+        (("train", "run.yaml", "runtime=ray"), "runtime: ray", False),
+        (("precompute-reference", "run.yaml", "runtime=ray"), "runtime: ray", False),
+        (("sweep", "run.yaml", "beta=0.1,0.2"), "a sweep", False),
+        (("submit", "run.yaml", "--address", "http://head:8265"), "thresher submit", False),
+        (("prepare", "--config", "run.yaml", "--output", "store", "runtime=ray"), "preparation on Ray", False),
+        (("prepare", "pairs.jsonl", "--model", "m", "--output", "s", "--runtime", "ray"), "preparation on Ray", False),
+    ],
+)
+def test_what_needs_ray_names_the_extra(command_line, config, monkeypatch, arguments, user, otherwise):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    config()
+    message = f"{user} needs ray, which is not installed; run `pip install 'thresher[ray]'`"
+    assert error_of(command_line(*arguments)) == message + (", or start it with torchrun" if otherwise else "")
+
+
+def test_a_trainer_with_several_workers_names_the_extra_of_ray(models, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    pairs = [{"prompt": "w1", "chosen": "w2", "rejected": "w3"}]
+    config = DPOConfig(output_dir=str(tmp_path / "out"), template="raw", max_steps=1)
+    with pytest.raises(UserError, match=r"a run with several workers needs ray, .* `pip install 'thresher\[ray\]'`"):
+        DPOTrainer(models / "policy", config, train_dataset=pairs, devices=2).train()
 
 
 def test_a_run_directory_with_other_settings(command_line, config, tmp_path):

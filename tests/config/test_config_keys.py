@@ -93,8 +93,8 @@ def test_another_name_of_a_loss_is_never_stored():
 def test_an_unknown_key_without_a_near_match_lists_all_keys_of_its_section():
     message = refusal({"tracker_kwargs": {"zzz": 1}})
     assert message.endswith(
-        "known keys here: mlflow_tracking_uri, name, notes, tags, tensorboard_dir, wandb_api_key, wandb_entity, "
-        "wandb_mode, wandb_project"
+        "known keys here: mlflow_tracking_uri, name, notes, tags, tensorboard_dir, trackio_project, wandb_api_key, "
+        "wandb_entity, wandb_mode, wandb_project"
     )
 
 

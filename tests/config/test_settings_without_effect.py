@@ -93,11 +93,15 @@ NEEDS = {
     "tracker_kwargs.tensorboard_dir": Needs(
         "d", "without tensorboard in track_with", having={"track_with": ["tensorboard"]}
     ),
+    "tracker_kwargs.trackio_project": Needs("p", "without trackio in track_with", having={"track_with": ["trackio"]}),
+    "tracker_kwargs.name": Needs(
+        "n", "without wandb or mlflow or trackio in track_with", having={"track_with": ["console", "trackio"]}
+    ),
     **{
         f"tracker_kwargs.{key}": Needs(
             value, "without wandb or mlflow in track_with", having={"track_with": ["console", "mlflow"]}
         )
-        for key, value in (("name", "n"), ("notes", "t"), ("tags", ["a"]))
+        for key, value in (("notes", "t"), ("tags", ["a"]))
     },
     **{
         f"samples.{key}": Needs(value, f"{key} has no effect without judge_url; set judge_url", VALIDATION, JUDGED)

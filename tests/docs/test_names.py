@@ -43,6 +43,7 @@ EXTERNAL = {
     "config_qlora",  # the alignment handbook
     "field_rejected",  # axolotl
     "linear_cross_entropy",  # torch
+    "model_args.max_length=4096",  # lm-eval
     "reward_accuracy",  # ColossalChat
     "varlen_attn",  # torch
 }

@@ -15,6 +15,7 @@ from search_terms import TERMS
 from tests.docs.test_names import command_problem
 from tests.support.paths import ROOT
 from thresher.losses import describe, loss_names
+from thresher.recipes.catalog import all_recipes
 
 
 def test_every_command_has_an_example_with_options_that_it_has() -> None:
@@ -58,6 +59,15 @@ def test_the_formula_names_the_parameters_of_its_loss(name: str) -> None:
         if each not in parameters and len(symbols[each]) > 1 and re.search(re.escape(symbols[each]) + r"(?!_)", formula)
     ] == []
     assert note.endswith((".", ")."))
+
+
+def test_every_recipe_has_a_row_and_a_section() -> None:
+    page = reference_pages.render_recipes()
+    for recipe in all_recipes():
+        assert f"| [{recipe.name}](#" in page
+        section = page.partition(f"\n## {recipe.name}\n")[2].partition("\n## ")[0]
+        stated = [recipe.source, recipe.model, recipe.expected, *recipe.differs]
+        assert [each for each in stated if each not in section] == []
 
 
 def test_every_search_term_leads_to_a_page_that_exists() -> None:

@@ -127,6 +127,7 @@ def test_figures_are_a_part_of_the_page_and_follow_its_theme(site: Path) -> None
     [
         ("reference/cli.html", ["thresher train", "thresher cache verify", "--sequence-length"]),
         ("reference/losses.html", ["sigmoid", "https://arxiv.org/abs/2305.18290", "<math"]),
+        ("reference/recipes.html", ['href="#tulu3-8b"', 'id="tulu3-8b"', "sigmoid_norm(beta=5)", "not run on a GPU"]),
         ("reference/api.html", ['id="thresher.DPOPipeline.run"', 'id="thresher.load_config"']),
         ("reference/api.html", ['href="config.html#actor_train.training_args.learning_rate"', "peft_config"]),
         ("reference/config.html", ["gradient_accumulation_steps"]),

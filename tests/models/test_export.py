@@ -91,6 +91,7 @@ def check_logits(trained, exported: Path, base: Path, ids: torch.Tensor) -> None
 
 def test_the_directory_holds_only_a_plain_model_and_its_tokenizer(exported, tiny_dir):
     assert {path.name for path in exported.iterdir()} == {
+        "README.md",
         "chat_template.jinja",
         "config.json",
         "generation_config.json",

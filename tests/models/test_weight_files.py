@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from tests.support.gguf_files import write_gguf
 from tests.support.tiny_llama import save_tiny_llama
 from thresher.builders.engines import check_engine
 from thresher.config import parse_config
 from thresher.errors import UserError
-from thresher.models.loading import load, load_sharded, location
+from thresher.models.loading import load, load_sharded
 from thresher.models.loading.load import load_model, load_model_config
 from thresher.models.loading.load_sharded import build_on_meta, load_local_shards
 from thresher.reference.fingerprint import weights_digest
@@ -327,9 +328,12 @@ def test_a_model_in_the_hub_cache_is_read_alike(hub_model, models):
 def test_a_missing_gguf_package_names_the_extra_to_install(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    monkeypatch.setattr(location, "find_spec", lambda _: None)
+    monkeypatch.setattr("thresher.optional.find_spec", lambda _: None)
     for read in (load.load_tokenizer, load.load_model_config, load.load_model):
-        assert message(read, str(path)) == f"reading {path} needs the package gguf; run `pip install 'thresher[gguf]'`"
+        assert (
+            message(read, str(path))
+            == f"reading {path} needs gguf, which is not installed; run `pip install 'thresher[gguf]'`"
+        )
 
 
 def test_a_model_that_is_not_a_directory_cannot_be_sharded(tmp_path):
@@ -392,50 +396,6 @@ def test_a_model_from_a_gguf_file_is_saved_as_a_plain_model(models, tmp_path):
     right, saved = load_file(models["right"] / SINGLE), load_file(tmp_path / "plain" / SINGLE)
     assert all(torch.equal(saved[name], tensor) for name, tensor in right.items())
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-
-
-def write_gguf(file: Path, model: Path) -> Path:
-    """Write a tiny Llama to a GGUF file, with the names and the head permutation of llama.cpp."""
-    from gguf import GGUFWriter
-
-    config = json.loads((model / "config.json").read_text())
-    heads, size = config["num_attention_heads"], config["hidden_size"]
-    writer = GGUFWriter(file, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(size)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_rope_dimension_count(size // heads)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "model.layers": "blk",
-    }
-    for name, tensor in load_file(model / SINGLE).items():
-        if "q_proj" in name or "k_proj" in name:
-            tensor = tensor.reshape(heads, 2, -1, size).transpose(1, 2).reshape(size, size)
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 LOADERS = (read_in_one_process, read_sharded)

@@ -15,6 +15,7 @@ from thresher.errors import UserError
 from thresher.observability.trackers.libraries import (
     MlflowTracker,
     TensorBoardTracker,
+    TrackioTracker,
     WandbMode,
     WandbTracker,
 )
@@ -333,3 +334,98 @@ class TestWandb:
         tracker.close("finished")
         for path in tmp_path.rglob("*"):
             assert not path.is_file() or b"c4n4ry" not in path.read_bytes()
+
+
+class TestTrackio:
+    @pytest.fixture
+    def project(self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+        """A project in a database below the directory of temporary files: Trackio reads the variable on import."""
+        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.getbasetemp() / "trackio"))
+        import trackio
+
+        assert trackio.utils.TRACKIO_DIR.is_relative_to(tmp_path_factory.getbasetemp())
+        return tmp_path.name
+
+    @staticmethod
+    def read(project: str) -> tuple[object, list[dict[str, object]]]:
+        import trackio
+
+        (run,) = trackio.Api().runs(project)
+        return run, trackio.SQLiteStorage.get_logs(project, run.name, run_id=run.id)
+
+    def test_a_resumed_run_is_the_same_run_with_each_step_once(
+        self, tmp_path: Path, project: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first = TrackioTracker(trackio_project=project)
+        log_steps(first, tmp_path, None, range(1, 6))
+        first.log_table(4, TABLE)
+        first.close("interrupted")
+        second = TrackioTracker(trackio_project=project)
+        log_steps(second, tmp_path, 3, range(4, 7))
+        second.log_table(4, TABLE)
+        second.close("finished")
+        run, rows = self.read(project)
+        assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == EXPECTED
+        assert [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row] == [(4, 0.25)]
+        (table,) = [row["samples/answers"] for row in rows if "samples/answers" in row]
+        assert [list(each.values()) for each in table["_value"]] == TABLE.rows
+        assert run.name == "my-run"
+        assert run.config["actor_train"] == {"lr": 1e-6}
+        assert capsys.readouterr().out == ""
+
+    def test_runs_of_one_name_are_told_apart(self, tmp_path: Path, project: str) -> None:
+        import trackio
+
+        for directory, resume_step in (("a", None), ("b", None), ("a", 2), ("a", None)):
+            (tmp_path / directory).mkdir(exist_ok=True)
+            tracker = TrackioTracker(trackio_project=project)
+            log_steps(tracker, tmp_path / directory, resume_step, range(1, 3))
+            tracker.close("finished")
+        runs = list(trackio.Api().runs(project))
+        assert [run.name for run in runs] == ["my-run"] * 3
+        counts = [len(trackio.SQLiteStorage.get_logs(project, run.name, run_id=run.id)) for run in runs]
+        assert counts == [2, 2, 2]
+
+    def test_a_run_stays_on_this_machine(
+        self, tmp_path: Path, project: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        import huggingface_hub
+
+        monkeypatch.setenv("TRACKIO_SPACE_ID", "someone/space")
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: pytest.fail("contacts the Hub"))
+        tracker = TrackioTracker(trackio_project=project)
+        log_steps(tracker, tmp_path, None, range(1, 2))
+        tracker.close("finished")
+        assert f"trackio sync --project {project} --space-id SPACE" in caplog.text
+        assert len(self.read(project)[1]) == 1
+
+    @pytest.mark.usefixtures("project")
+    def test_a_project_name_that_trackio_reserves_is_a_user_error(self) -> None:
+        with pytest.raises(UserError, match=r"trackio_project: .*'registry-a' is not allowed.* Choose a different"):
+            TrackioTracker(trackio_project="registry-a")
+
+    @pytest.mark.slow
+    def test_a_killed_process_loses_no_step_older_than_a_second(self, tmp_path: Path, project: str) -> None:
+        code = (
+            "import os, signal, sys, time, pathlib; from thresher.observability.trackers.tracker import RunInfo; "
+            "from thresher.observability.trackers.libraries import TrackioTracker; "
+            "t = TrackioTracker(trackio_project=sys.argv[2]); "
+            "t.start(RunInfo('my-run', pathlib.Path(sys.argv[1]), {}, 6, 60), None); "
+            "[t.log(s, {'loss': 1 / s}) for s in range(1, 6)]; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), project],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == -9
+        assert done.stdout == ""
+        second = TrackioTracker(trackio_project=project)
+        log_steps(second, tmp_path, 3, range(4, 7))
+        second.close("finished")
+        _, rows = self.read(project)
+        assert sorted(row["step"] for row in rows if "loss" in row) == list(range(1, 7))

@@ -97,7 +97,7 @@ def test_no_tracker_sees_a_secret(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_rejected_with_a_suggestion_and_all_names() -> None:
-    with pytest.raises(UserError, match=r"'tensorbord'; did you mean tensorboard\? .*console, tensorboard, .*mlflow"):
+    with pytest.raises(UserError, match=r"'tensorbord'; did you mean tensorboard\? .*console, tensorboard, .*trackio"):
         make_trackers(["jsonl", "tensorbord"])
     with pytest.raises(UserError, match="unknown tracker 'x'; the trackers are"):
         make_trackers(["x"])
@@ -114,10 +114,11 @@ def test_the_local_log_is_always_on_and_names_may_repeat(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("tensorboard", "torch.utils.tensorboard"),
+        ("tensorboard", "tensorboard"),
         ("wandb", "wandb"),
         ("mlflow", "mlflow"),
         ("mlflow", "sqlalchemy"),
+        ("trackio", "trackio"),
     ],
 )
 def test_a_missing_library_names_the_package_to_install(name: str, module: str) -> None:
@@ -136,7 +137,8 @@ def test_a_missing_library_names_the_package_to_install(name: str, module: str) 
 def test_importing_observability_imports_no_tracker_library() -> None:
     code = (
         "import sys, thresher.observability; "
-        "print([m for m in ('wandb', 'mlflow', 'tensorboard', 'torch.utils.tensorboard') if m in sys.modules])"
+        "names = 'wandb', 'mlflow', 'trackio', 'tensorboard', 'torch.utils.tensorboard'; "
+        "print([name for name in names if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

@@ -124,7 +124,7 @@ def test_a_run_writes_and_prints_no_secret(finished_run: Run, tmp_path: Path, ru
         changes = {
             "output_dir": str(written / "output"),
             "runtime": runtime,
-            "track_with": ["console", "tensorboard", "wandb", "mlflow"],
+            "track_with": ["console", "tensorboard", "wandb", "mlflow", "trackio"],
             "tracker_kwargs": {"wandb_mode": "offline"},
             "actor_train": {"data_args": data},
             "reference": {"cache_dir": str(written / "cache")},

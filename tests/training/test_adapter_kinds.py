@@ -18,6 +18,7 @@ from tests.config.test_config_keys import refusal
 from tests.support.compared_runs import merge
 from tests.support.engines.adapters import save_adapter
 from tests.support.engines.parity import save_model
+from tests.support.hub_server import card_errors
 from tests.support.real_pairs import minimal_dpo
 from tests.support.small_runs import assert_same_weights, make_base, save_small_tokenizer
 from tests.support.tiny_llama import VOCAB
@@ -279,6 +280,13 @@ def test_an_adapter_is_merged_into_a_different_model_with_a_warning(root, tmp_pa
     with caplog.at_level(logging.WARNING):
         export_checkpoint(checkpoint, tmp_path / "model", merge_into=str(root / "other"))
     assert f"the adapter was trained on {root / 'llama'} and is merged into {root / 'other'}" in caplog.text
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("adapter", "model")}
+    assert not any(card_errors(card) or str(tmp_path) in card or str(root) in card for card in cards.values())
+    assert "library_name: peft" in cards["adapter"]
+    assert "A LoRA adapter for `llama`" in cards["adapter"]
+    assert 'AutoPeftModelForCausalLM.from_pretrained("adapter")' in cards["adapter"]
+    assert "`other` with an adapter merged into it that was trained on `llama`" in cards["model"]
+    assert "## Evaluation" not in cards["model"]
     expected = PeftModel.from_pretrained(plain(root / "other"), tmp_path / "adapter")
     torch.testing.assert_close(logits_of(plain(tmp_path / "model")), logits_of(expected), atol=1e-5, rtol=0)
 
@@ -310,6 +318,8 @@ def test_the_command_exports_one_of_both_and_replaces_the_other(root, tmp_path):
         assert CliRunner().invoke(app, [*command, *options], catch_exceptions=False).exit_code == 0
         assert names() & {"config.json", "adapter_config.json"} == {has}
     assert {"adapter_model.safetensors"} == {name for name in names() if name.endswith(".safetensors")}
+    refused = CliRunner().invoke(app, [*command, "--adapter", "--push", "someone/tiny"])
+    assert "an adapter names its base, and the run's is a directory of this machine" in str(refused.exception)
 
 
 def test_trained_parts_of_an_adapter_on_disk_keep_its_kind(root, tmp_path):

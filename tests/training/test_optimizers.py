@@ -20,7 +20,6 @@ from thresher.config import parse_config
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.engines.engine import TrainEngine
 from thresher.engines.native.build import train_engine
-from thresher.engines.native.optimizers import registry
 from thresher.engines.native.optimizers.registry import OPTIMIZERS, MuonAndAdamW, held_bytes, state_bytes
 from thresher.engines.native.parallelize import ParallelContext
 from thresher.engines.native.parameters import LocalParameters
@@ -367,6 +366,6 @@ def test_what_is_possible_on_a_mesh(config, settings):
     ("optim", "extra"), [("paged_adamw_8bit", "quantization"), ("schedule_free_adamw", "schedule-free")]
 )
 def test_a_package_that_is_absent_is_named(config, monkeypatch, optim, extra):
-    monkeypatch.setattr(registry, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=rf"optim {optim} needs the package .* `pip install 'thresher\[{extra}\]'`"):
+    monkeypatch.setattr("thresher.optional.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=rf"optim {optim} needs .* `pip install 'thresher\[{extra}\]'`"):
         check_engine(config(optim=optim, lr_scheduler_type="constant"), "actor_train")

@@ -1,24 +1,21 @@
-"""What a run returns to Python: metrics under our names and TRL's, transformers' state, and an upload to the Hub."""
+"""What a run returns to Python: metrics under our names and TRL's, and transformers' state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from thresher import __version__
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
-from thresher.errors import UserError
 from thresher.observability.log_files import DESCRIPTION, METRICS
 from thresher.observability.trackers import jsonl
 from thresher.observability.trackers.callbacks import name_in_trl, read_state
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitInfo
     from transformers import TrainerState
 
 
@@ -79,35 +76,3 @@ def trainer_state(config: DPOConfig, args: SimpleNamespace) -> TrainerState:
     best = build_checkpoint_manager(config).best()
     state.best_model_checkpoint = None if best is None else str(best)
     return state
-
-
-def upload(
-    directory: Path, repo_id: str, *, message: str, token: str | None, private: bool | None, revision: str | None
-) -> CommitInfo:
-    """Create the repository unless it exists, and commit the files of a directory to it."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    api = HfApi(token=token)
-    try:
-        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(name, branch=revision, exist_ok=True)
-        return api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, revision=revision)
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        hint = "log in with `hf auth login`, or give DPOConfig(hub_token=..., hub_model_id=...)"
-        raise UserError(f"{directory} cannot be uploaded to {repo_id}: {error}; {hint}") from error
-
-
-def model_card(name: str, facts: Mapping[str, Any], **metadata: Any) -> str:
-    """Write the text of a model card. facts: shown as a table. metadata: of the card's header, unless None."""
-    from huggingface_hub import ModelCardData
-
-    given = {key: value for key, value in metadata.items() if value is not None}
-    header = ModelCardData(library_name="transformers", model_name=name, **given).to_yaml()
-    cells = {key: str(value).replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
-    rows = "\n".join(f"| {key} | {cell} |" for key, cell in cells.items())
-    return (
-        f"---\n{header}\n---\n\n# {name}\n\nTrained on preference pairs with thresher {__version__}.\n\n"
-        f"| | |\n|---|---|\n{rows}\n"
-    )

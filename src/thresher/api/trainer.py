@@ -18,12 +18,14 @@ from transformers import trainer_pt_utils
 from thresher.api.absent import absent_argument, absent_attribute, refuse_overrides
 from thresher.api.objects import adapter_settings, data_source, joined_sources, model_path, tokenizer_setting
 from thresher.api.process import Accelerator, open_console, quiet_libraries
-from thresher.api.results import Metrics, TrainResult, mean_loss, model_card, read_records, trainer_state, upload
+from thresher.api.results import Metrics, TrainResult, mean_loss, read_records, trainer_state
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.engines import quantization_of
 from thresher.builders.export import export_checkpoint, load_checkpoint
-from thresher.builders.objective import build_objective, trains_rewards
+from thresher.builders.model_card import model_card, write_card
+from thresher.builders.objective import trains_rewards
 from thresher.builders.reference_mode import merged_adapters
+from thresher.builders.upload import upload
 from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import merge_settings
@@ -264,15 +266,20 @@ class DPOTrainer:
                 are replaced, other files stay.
         """
         output = Path(output_dir) if output_dir is not None else Path(self.config.output_dir) / "model"
-        if not self.is_world_process_zero():
-            return output
-        checkpoint = self._checkpoint()
-        if checkpoint is None:
-            raise UserError(f"{self.config.output_dir} has no checkpoint to save; call train() first")
+        if self.is_world_process_zero():
+            self._export(output)
+        return output
+
+    def _export(self, output: Path) -> list[str]:
         trusts = self.config.actor_train.model_args.trust_remote_code
         with quiet_libraries():
-            export_checkpoint(checkpoint, output, trust_remote_code=trusts, overwrite=True)
-        return output
+            return export_checkpoint(
+                self._saved_checkpoint(), output, trust_remote_code=trusts, overwrite=True, name=self._hub_name
+            )
+
+    @property
+    def _hub_name(self) -> str:
+        return self.hub_model_id or Path(self.config.output_dir).resolve().name
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to output_dir, as transformers does."""
@@ -299,32 +306,30 @@ class DPOTrainer:
         language: str | None = None,
         license: str | None = None,  # noqa: A002
     ) -> None:
-        """Write the model card, README.md, to `model` in output_dir."""
+        """Write the model card, README.md, to `model` in output_dir; one that was edited is kept, with a warning.
+
+        Args:
+            model_name: the title, and the name to load the model by; hub_model_id or output_dir's name when absent.
+            dataset_name: names of datasets on the Hub; those of the config when absent.
+            tags: added to the card's own.
+            language: a code such as `en`.
+            license: an identifier of the Hub; the one of the base model's card when absent.
+        """
         if not self.is_world_process_zero():
             return
-        config, state = self.config, self.state
-        path = config.policy_path
-        hub_name = path if path and path.count("/") == 1 and not Path(path).exists() else None
-        records = reversed(read_records(config))
-        evaluation: dict[str, Any] = next((record for record in records if "eval/loss" in record), {})
-        text = model_card(
-            model_name or (self.hub_model_id or Path(config.output_dir).resolve().name).rpartition("/")[2],
-            {
-                "loss": build_objective(config).describe(),
-                "steps": state.global_step,
-                "pairs per step": config.pairs_per_step,
-                "learning rate": config.actor_train.training_args.learning_rate,
-                **{name: f"{value:.4f}" for name, value in evaluation.items() if name.startswith("eval/")},
-            },
-            base_model=hub_name,
+        directory = Path(self.config.output_dir) / "model"
+        directory.mkdir(parents=True, exist_ok=True)
+        card = model_card(
+            self._saved_checkpoint(),
+            named_model(self.config.policy_path),
+            model_name or self._hub_name,
+            is_reward_model=trains_rewards(self.config),
             datasets=dataset_name,
-            tags=["dpo", "thresher", *([tags] if isinstance(tags, str) else tags or [])],
+            tags=[tags] if isinstance(tags, str) else tags,
             language=language,
             license=license,
         )
-        directory = Path(config.output_dir) / "model"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "README.md").write_text(text, encoding="utf-8")
+        write_card(directory, card)
 
     def push_to_hub(
         self,
@@ -343,13 +348,15 @@ class DPOTrainer:
             revision: the branch to upload to; hub_revision or the default branch when absent.
             card: arguments of create_model_card.
         """
-        directory = self.save_model()
-        self.create_model_card(**card)
         if not self.is_world_process_zero():
             return None
+        directory = Path(self.config.output_dir) / "model"
+        files = self._export(directory)
+        self.create_model_card(**card)
         done = upload(
             directory,
-            self.hub_model_id or Path(self.config.output_dir).resolve().name,
+            self._hub_name,
+            files,
             message=commit_message,
             token=token or self._options["hub_token"],
             private=self._options["hub_private_repo"],
@@ -366,6 +373,11 @@ class DPOTrainer:
         manager = build_checkpoint_manager(self.config)
         best = manager.best() if self._options["load_best_model_at_end"] else None
         return best or latest(manager.root)
+
+    def _saved_checkpoint(self) -> Path:
+        if (checkpoint := self._checkpoint()) is None:
+            raise UserError(f"{self.config.output_dir} has no checkpoint to save; call train() first")
+        return checkpoint
 
     def _models(
         self, config: DPOConfig, model: Any, ref_model: Any, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any

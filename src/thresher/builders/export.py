@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from thresher import durable
 from thresher.builders.checkpoints import build_checkpoint_manager
 from thresher.builders.engines import quantization_of, trained_parts
+from thresher.builders.model_card import CARD, is_to_keep, model_card, write_card
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import latest
 from thresher.checkpoint.manifest import verify
@@ -90,7 +91,7 @@ def load_checkpoint(
 def _open(checkpoint: Path, *, trust_remote_code: bool) -> tuple[str, ModelArgs]:
     """Verify a checkpoint; return the path of its model, and its settings."""
     verify(checkpoint)
-    path, args = _trained_model(checkpoint)
+    path, args = trained_model(checkpoint)
     if args.trust_remote_code and not trust_remote_code:
         raise UserError(
             f"the run of {checkpoint} executed Python code from the model {path}; pass --trust-remote-code if you "
@@ -131,8 +132,13 @@ def export_checkpoint(
     trust_remote_code: bool = False,
     overwrite: bool = False,
     merge_into: str | None = None,
-) -> None:
-    """Write the model of a checkpoint. overwrite: replace the files of a model in a directory that has other files."""
+    name: str | None = None,
+) -> list[str]:
+    """Write the model of a checkpoint and its model card; return the names of the files.
+
+    overwrite: replace the files of a model in a directory that has other files. name: of the model in its card, the
+    directory's when absent.
+    """
     is_used = _check_output(output, overwrite=overwrite)
     if not _SIZE.fullmatch(max_shard_size):
         raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
@@ -152,8 +158,14 @@ def export_checkpoint(
         model.save_pretrained(staging, max_shard_size=max_shard_size)
         tokenizer.save_pretrained(staging)
         if model.config.get_text_config() is not model.config:
-            for file in filter(None, (find_file(path, name) for name in _PROCESSORS)):
+            for file in filter(None, (find_file(path, each) for each in _PROCESSORS)):
                 shutil.copyfile(file, staging / file.name)
+        base, is_reward_model = trained_model(checkpoint)[0], hasattr(model, "score")
+        card = model_card(
+            checkpoint, base, name or output.resolve().name, is_reward_model=is_reward_model, merge_into=merge_into
+        )
+        write_card(staging, card)
+        return [file.name for file in staging.iterdir()]
 
 
 def export_adapter(
@@ -163,8 +175,9 @@ def export_adapter(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     overwrite: bool = False,
-) -> None:
-    """Write the adapter of a checkpoint as PEFT does, in fp32 by default, and the tokenizer."""
+    name: str | None = None,
+) -> list[str]:
+    """Write the adapter of a checkpoint as PEFT does, in fp32 by default, the tokenizer, and as `export_checkpoint`."""
     is_used = _check_output(output, overwrite=overwrite)
     path, args = _open(checkpoint, trust_remote_code=trust_remote_code)
     if (why := _why_not_adapter(checkpoint, args)) is not None:
@@ -196,6 +209,9 @@ def export_adapter(
         except ValueError as error:
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
         _load_tokenizer(path, args).save_pretrained(staging)
+        (staging / CARD).unlink(missing_ok=True)  # PEFT's, which names the base's path
+        write_card(staging, model_card(checkpoint, path, name or output.resolve().name, adapter_alone=True))
+        names = [file.name for file in staging.iterdir()]
     if (kind := quantization_of(args) or stored_quantization(path)) is not None:
         logger.warning(
             "the adapter belongs to %s in %s: load that base with the same BitsAndBytesConfig; above the original "
@@ -205,6 +221,7 @@ def export_adapter(
         )
     if unread := [name for name in _NOT_IN_VLLM if getattr(settings, name)]:
         logger.warning("vLLM does not support %s of an adapter; serve the merged model there", ", ".join(unread))
+    return names
 
 
 def _why_not_adapter(checkpoint: Path, args: ModelArgs) -> str | None:
@@ -256,6 +273,9 @@ def _replacing(output: Path, *, is_used: bool) -> Iterator[Path]:
         stale.unlink()
     for file in staging.iterdir():
         target = output / file.name
+        if file.name == CARD and is_to_keep(target):
+            file.unlink()
+            continue
         if target.is_dir():
             shutil.rmtree(target)
         file.replace(target)
@@ -302,8 +322,8 @@ def export_run(config: DPOConfig) -> None:
     if (checkpoint := latest(root)) is None:
         logger.warning("%s has no checkpoint, so no model was exported", root)
         return
-    trusts = config.actor_train.model_args.trust_remote_code
-    export_checkpoint(checkpoint, output, trust_remote_code=trusts, overwrite=True)
+    trusts, name = config.actor_train.model_args.trust_remote_code, output.resolve().parent.name
+    export_checkpoint(checkpoint, output, trust_remote_code=trusts, overwrite=True, name=name)
     logger.info("exported %s to %s", checkpoint, output)
 
 
@@ -353,7 +373,7 @@ def _check_base(checkpoint: Path, path: str, args: ModelArgs) -> None:
             )
 
 
-def _trained_model(checkpoint: Path) -> tuple[str, ModelArgs]:
+def trained_model(checkpoint: Path) -> tuple[str, ModelArgs]:
     """Return the model that a run trained. Reads no other key, so that old checkpoints survive config changes."""
     config: dict[str, Any] = load_json(checkpoint / "config.json")
     try:

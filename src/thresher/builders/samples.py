@@ -44,7 +44,7 @@ def build_sampler(inputs: RunInputs, policy: TrainEngine, synced: SyncedReferenc
     return AnswerSampler(
         policy,
         partial(load_trained_model, named_model(config.policy_path), config.actor_train.model_args),
-        partial(_load_reference, config, is_synced=synced is not None),
+        partial(load_reference, config) if synced is not None else lambda _: load_reference(config),
         None if synced is not None else key,
         inputs.layout,
         GenerationSettings(samples.max_new_tokens, samples.temperature, config.seed),
@@ -103,7 +103,8 @@ def build_judge(config: DPOConfig) -> Judge | None:
     )
 
 
-def _load_reference(config: DPOConfig, weights: Path, *, is_synced: bool) -> PreTrainedModel:
+def load_reference(config: DPOConfig, synced: Path | None = None) -> PreTrainedModel:
+    """Load the model that answers are compared with; synced: a directory with the weights of a synced reference."""
     path = named_model(config.reference_path)
     dtype = DTYPES[config.reference_master_dtype]
     model = load_plain(
@@ -113,8 +114,8 @@ def _load_reference(config: DPOConfig, weights: Path, *, is_synced: bool) -> Pre
         quantization=quantization_of(config.actor_train.model_args),
         trust_remote_code=config.trusts_reference_code,
     )
-    if is_synced:
-        load_weights(weights, dict(model.named_parameters()), stem=SYNCED, hint="keep the reference's model in place")
+    if synced is not None:
+        load_weights(synced, dict(model.named_parameters()), stem=SYNCED, hint="keep the reference's model in place")
     if (adapter := initial_adapter(config)) is not None:
         files = AdapterFiles.find(adapter)
         module = TrainedParts(adapter=files).apply(model)

@@ -14,11 +14,13 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from thresher import __version__
+from thresher.cli.answers import answers
 from thresher.cli.arguments import ConfigCommand
 from thresher.cli.cache import cache_app
 from thresher.cli.check import check
 from thresher.cli.config import config_app
 from thresher.cli.demo import demo
+from thresher.cli.eval import evaluate
 from thresher.cli.export import export
 from thresher.cli.import_config import import_config
 from thresher.cli.inspect import inspect
@@ -26,6 +28,7 @@ from thresher.cli.losses import losses
 from thresher.cli.plan import plan
 from thresher.cli.precompute_reference import precompute_reference
 from thresher.cli.prepare import prepare
+from thresher.cli.recipes import recipes_app
 from thresher.cli.report import report
 from thresher.cli.submit import submit
 from thresher.cli.sweep import sweep
@@ -86,8 +89,11 @@ app.command(cls=ConfigCommand)(sweep)
 app.command(cls=ConfigCommand)(submit)
 app.command()(report)
 app.command()(export)
+app.command("eval")(evaluate)
+app.command()(answers)
 app.command()(losses)
 app.command("import")(import_config)
+app.add_typer(recipes_app, name="recipes")
 app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 

@@ -13,6 +13,7 @@ import typer
 from thresher.cli.arguments import ConfigFile, Overrides
 from thresher.cli.terminal import log_warnings
 from thresher.errors import UserError
+from thresher.optional import require
 
 if TYPE_CHECKING:
     from thresher.config import DPOConfig
@@ -61,6 +62,7 @@ def submit(
     ] = None,
 ) -> None:
     """Run a config as a job on a Ray cluster; the exit code is the job's."""
+    require("thresher submit", "ray", extra="ray")
     from thresher.builders.preflight import check_submission
     from thresher.config import load_config
 

@@ -118,6 +118,25 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def following(what: str) -> Iterator[Callable[[str], None]]:
+    """Yield what shows the newest line of a program: next to a spinner, or twice a minute as a line."""
+    if is_live():
+        with progress_console().status(what) as status:
+            yield lambda line: status.update(escape_control_chars(redact_text(f"{what}: {line}"))[:150])
+        return
+    logger.info("%s", what)
+    due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
+
+    def show(line: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS
+            logger.info("%s: %s", what, line)
+
+    yield show
+
+
 def log_warnings(texts: Iterable[str]) -> None:
     """Show the warnings of a check."""
     for text in texts:

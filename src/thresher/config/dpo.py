@@ -67,8 +67,10 @@ class TrackerArgs(Section):
     """MLflow server or store; a local store in logging_dir when absent."""
     tensorboard_dir: str | None = None
     """Directory of the TensorBoard files, one subdirectory per exp_name; logging_dir/tensorboard when absent."""
+    trackio_project: str = "thresher"
+    """Project in Trackio's local database."""
     name: str | None = None
-    """Run name on wandb and mlflow; exp_name when absent."""
+    """Run name on wandb, mlflow and trackio; exp_name when absent."""
     notes: str | None = None
     """Run description on wandb and mlflow."""
     tags: StringList = []
@@ -80,7 +82,9 @@ _TRACKER_SETTINGS = (
     (("wandb_project", "wandb_entity", "wandb_mode", "wandb_api_key"), ("wandb",)),
     (("mlflow_tracking_uri",), ("mlflow",)),
     (("tensorboard_dir",), ("tensorboard",)),
-    (("name", "notes", "tags"), ("wandb", "mlflow")),
+    (("trackio_project",), ("trackio",)),
+    (("name",), ("wandb", "mlflow", "trackio")),
+    (("notes", "tags"), ("wandb", "mlflow")),
 )
 # the validation context of a config made in Python, to which DPOTrainer may add data and devices
 _FROM_PYTHON: dict[str, Any] = {"from": "Python"}
@@ -199,7 +203,7 @@ class DPOConfig(LossConfig):
     validation: ValidationConfig | None = None
     samples: SamplesConfig | None = None
     track_with: StringList = ["console"]
-    """Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written."""
+    """Any of console, tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
 
     # names of TRL that DPOTrainer's methods use and a run does not, such as hub_model_id

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from pydantic import JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
@@ -19,6 +18,7 @@ from pydantic import JsonValue, ValidationError, ValidationInfo, field_validator
 from thresher.config.section import Section
 from thresher.errors import UserError, nearest
 from thresher.imported_function import find_entry_points
+from thresher.optional import require
 
 GROUP = "thresher.strategies"
 DEFAULT_TRAIN, DEFAULT_INFER = "fsdp2_train", "hf_infer"
@@ -110,16 +110,7 @@ class StrategyDeclaration:
 
     def check_installed(self, name: str) -> None:
         """Raise if the engine is not installed; nothing is imported."""
-        if absent := [module for module in self.modules if not _is_importable(module)]:
-            how = self.install or f"pip install {' '.join(absent)}"
-            raise UserError(f"strategy_name {name} needs {', '.join(absent)}, which is not installed; run `{how}`")
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False
+        require(f"strategy_name {name}", *self.modules, command=self.install or "")
 
 
 @cache

@@ -298,7 +298,7 @@ ring_attn_func sage_attention sample_packing sample_packing_* save_first_step sc
 selective_checkpointing shuffle_before_merging_datasets skip_prepare_dataset streaming* strict swanlab_* tiled_mlp*
 tokenizer_legacy tokenizer_save_jinja_files tokenizer_type tokenizer_use_* torch_compile_options torchdistx_path
 total_num_tokens total_supervised_tokens train_on_inputs trl.* type_of_model use_comet use_kernels use_otel_metrics
-use_swanlab use_trackio vllm vllm.* wandb_log_model wandb_run_id wandb_watch xformers_attention
+use_swanlab vllm vllm.* wandb_log_model wandb_run_id wandb_watch xformers_attention
 """
 _SHARED = {key: rule for key, rule in huggingface.TABLE.items() if key not in ("num_train_epochs", "optim", "run_name")}
 TABLE: r.Table = {**_OWN, **_SHARED, **_OWN}

@@ -9,7 +9,7 @@ from thresher.importers import rules as r
 from thresher.importers.engines import DEEPSPEED
 from thresher.importers.translation import DATA, MODEL, SETS, TRAINING, Rule, Translation
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla", "adamw"}
 _BITSANDBYTES = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit"), "adamw_8bit"),

@@ -304,7 +304,9 @@ class Translation:
             ("wandb" not in trackers, "tracker_kwargs.wandb_", "project entity mode api_key", "wandb is off"),
             ("mlflow" not in trackers, "tracker_kwargs.", "mlflow_tracking_uri", "mlflow is off"),
             ("tensorboard" not in trackers, "tracker_kwargs.", "tensorboard_dir", "tensorboard is off"),
-            (not {"wandb", "mlflow"} & trackers, "tracker_kwargs.", "name notes tags", "wandb and mlflow are off"),
+            ("trackio" not in trackers, "tracker_kwargs.", "trackio_project", "trackio is off"),
+            (not {"wandb", "mlflow", "trackio"} & trackers, "tracker_kwargs.", "name", "no tracker has names"),
+            (not {"wandb", "mlflow"} & trackers, "tracker_kwargs.", "notes tags", "wandb and mlflow are off"),
             (not is_evaluated, "", evaluation, "there is no validation data"),
             (not is_evaluated, TRAINING, "per_device_eval_batch_size", "there is no validation data"),
         ):

@@ -20,7 +20,8 @@ import yaml
 
 from thresher import __version__, durable
 from thresher.config import parse_config
-from thresher.errors import UserError, unusable_path
+from thresher.errors import unusable_path
+from thresher.optional import require
 from thresher.redact import escape_control_chars, redact_text
 from thresher.report import tables
 from thresher.report.charts import MEAN, RAW, Chart
@@ -62,6 +63,7 @@ def render_page(runs: Sequence[RunFiles], now: datetime) -> str:
         runs=runs,
         sections=sections,
         verdict=tables.verdict,
+        benchmark_headings=tables.BENCHMARK_HEADINGS,
         shown_samples=tables.NUM_SHOWN_SAMPLES,
         yaml=_to_yaml,
         policy=_security_policy(scripts),
@@ -94,6 +96,11 @@ def sections_of(runs: Sequence[RunFiles]) -> list[PageSection]:
         PageSection("pairs", "Before and after", distribution_charts(runs)),
         PageSection("frontier", "Reward against distance", frontier_charts(runs)),
         PageSection("samples", "Answers", content=tables.samples_of(runs)),
+        PageSection(
+            "benchmarks",
+            "Benchmarks",
+            content=[(run.name, rows) for run in runs if (rows := tables.benchmark_rows(run.benchmarks))],
+        ),
         PageSection("speed", "Speed", tables.speed_charts(runs), tables.speed_rows(runs)),
         PageSection(
             "interruptions",
@@ -124,12 +131,8 @@ def vega_bundle() -> str:
 
 
 def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"thresher report needs a package that is not installed ({error}); run `pip install 'thresher[report]'`"
-        ) from error
+    require("thresher report", name, extra="report")
+    return importlib.import_module(name)
 
 
 def _embeddable(script: str) -> str:

@@ -33,6 +33,7 @@ class RunFiles:
     health: Sequence[Record] = ()
     recoveries: Sequence[Record] = ()
     skipped: Sequence[Record] = ()
+    benchmarks: Sequence[Record] = ()
 
     @property
     def title(self) -> str:
@@ -127,6 +128,7 @@ def _read_run(directory: Path, name: str) -> RunFiles:
         "health": log_files.HEALTH,
         "recoveries": log_files.RECOVERIES,
         "skipped": log_files.SKIPPED_STEPS,
+        "benchmarks": log_files.EVAL_EXTERNAL,
     }
     others = {key: read_records(logs / file) for key, file in lists.items() if (logs / file).is_file()}
     return RunFiles(name, records, _read_description(logs, directory), **others)

@@ -172,6 +172,7 @@ def outcome_rows(runs: Sequence[RunFiles]) -> list[TableRow]:
         (f"{side_names(runs)[CHOSEN]} log-probability", "logps/chosen", False),
         ("log ratio on the data (nats)", "kl", False),
         ("win rate", "samples/win_rate", True),
+        ("win rate at equal lengths", "samples/win_rate_length_controlled", True),
         ("reward of answers", "samples/reward", False),
         ("KL on answers (nats)", "samples/kl", False),
         ("length of answers (tokens)", "samples/lengths/policy", False),
@@ -341,6 +342,62 @@ def _remarks(row: Record, who: str) -> str:
         for key, value in named.items()
         if isinstance(value, int | float | str) and len(str(value)) < 60
     )
+
+
+BENCHMARK_HEADINGS = ["benchmark", "questions", "reference", "policy", "change"]
+
+
+def benchmark_rows(results: Sequence[Record]) -> list[TableRow]:
+    """Results of benchmarks: questions, reference and policy with standard errors, and the difference.
+
+    The newest result of a model counts. The error of a difference is that of two independent samples: both answer the
+    same questions, so it is rather too large.
+    """
+    found: dict[str, dict[str, Record]] = {}
+    for each in results:
+        found.setdefault(_benchmark(each), {})[str(each.get("model"))] = each
+    rows = []
+    for name, models in found.items():
+        newest = list(models.values())[-1]
+        shown = [_with_error(models.get(each)) for each in ("reference", "policy")]
+        if "model" in models:
+            shown = [MISSING, _with_error(models["model"])]
+        rows.append(TableRow(name, [format_number(newest.get("num_samples")), *shown, _change(models)]))
+    return rows
+
+
+def _benchmark(row: Record) -> str:
+    """Name a metric of a task, with what else decides it."""
+    parts = [f"{row.get('task')} {row.get('metric')}"]
+    if row.get("filter") not in (None, "none"):
+        parts.append(str(row["filter"]))
+    if row.get("num_fewshot") is not None:
+        parts.append(f"{row['num_fewshot']}-shot")
+    settings = row.get("settings")
+    parts += [f"{key}={_text(value)}" for key, value in settings.items()] if isinstance(settings, Mapping) else []
+    return ", ".join(parts)
+
+
+def _with_error(row: Record | None) -> str:
+    if row is None:
+        return MISSING
+    value, error = row.get("value"), row.get("stderr")
+    return f"{value:.4f}{_error(error)}" if isinstance(value, int | float) else MISSING
+
+
+def _error(error: object) -> str:
+    return f" ± {error:.4f}" if isinstance(error, int | float) else ""
+
+
+def _change(models: Mapping[str, Record]) -> str:
+    before, after = (models.get(each, {}) for each in ("reference", "policy"))
+    values, errors = ((before.get(key), after.get(key)) for key in ("value", "stderr"))
+    match values:
+        case (int() | float() as old, int() | float() as new) if before.get("limit") == after.get("limit"):
+            return (
+                f"{new - old:+.4f}{_error(None if None in errors else math.hypot(*map(float, filter(None, errors))))}"
+            )
+    return MISSING
 
 
 def health_events(runs: Sequence[RunFiles]) -> list[dict[str, str]]:

@@ -37,6 +37,7 @@ from thresher.observability.trackers.jsonl import StepLog, encode_number
 from thresher.observability.trackers.tracker import Table
 from thresher.redact import MASK, redact_text
 from thresher.sampling.answers import SampledAnswers, SampledPrompt
+from thresher.sampling.length_control import fit_equal_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,19 @@ def win_rate_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     else:
         metrics["samples/inconsistent"] = sum(each.is_inconsistent for each in verdicts) / len(verdicts)
     return metrics
+
+
+def length_controlled_metrics(samples: Sequence[SampledPrompt], verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Win rate at equal lengths with its 95 % interval; that of the win rate if all verdicts are wins, or losses."""
+    outcomes = [each.outcome for each in verdicts]
+    fitted = fit_equal_lengths(samples, outcomes)
+    if fitted is None:
+        rate, (low, high) = outcomes[0], wilson_interval(outcomes)
+    else:
+        logit, error = fitted
+        rate, low, high = (1.0 / (1.0 + math.exp(-each)) for each in (logit, logit - _Z * error, logit + _Z * error))
+    name = "samples/win_rate_length_controlled"
+    return {name: rate, f"{name}_low": low, f"{name}_high": high}
 
 
 class JudgeError(Exception):
@@ -193,7 +207,7 @@ def judge_answers(
     except JudgeError as error:
         logger.warning("no win rate after step %d: %s", step, error)
         return metrics, verdicts
-    return metrics | win_rate_metrics(judged), judged
+    return metrics | win_rate_metrics(judged) | length_controlled_metrics(answers.prompts, judged), judged
 
 
 class SampleLog:

@@ -60,7 +60,7 @@ def file_prompts(
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read samples.prompts_file {path}: {error}") from error
-    to_tokens = RowTokenizer(tokenizer, template, ControlTokens(tokenizer, template).placeholders)
+    read = prompt_reader(tokenizer, template, system_prompt)
     found: dict[tuple[int, ...], Prompt] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -69,19 +69,31 @@ def file_prompts(
             row = parse_row(line.encode()) if path.suffix in (".jsonl", ".json") else {"prompt": line}
             if "prompt" not in row:
                 raise BadRowError("it has no column `prompt`")
-            # the sides must differ at once: the prompt ends where they begin
-            sides = {"prompt": row["prompt"], "chosen": "A", "rejected": "B"}
-            pair = with_system(to_preference_row(sides, FORMAT_BY_NAME["prompt"], {}), system_prompt)
-            (tokenized,) = to_tokens([render(pair, template, tokenizer)])
+            prompt = read(row["prompt"])
         except BadRowError as error:
             raise UserError(f"line {number} of {path} is not a prompt: {error}; fix or remove it") from error
-        token_ids = tuple(tokenized.example.prompt_ids.tolist())
-        found.setdefault(token_ids, Prompt(_shown(row["prompt"]), token_ids))
+        found.setdefault(prompt.token_ids, prompt)
         if len(found) == num_prompts:
             break
     if not found:
         raise UserError(f"{path} contains no prompts; write one per line")
     return list(found.values())
+
+
+def prompt_reader(
+    tokenizer: PreTrainedTokenizerBase, template: Template, system_prompt: str | None
+) -> Callable[[Any], Prompt]:
+    """Return what reads a prompt, a text or messages; it raises BadRowError for anything else."""
+    to_tokens = RowTokenizer(tokenizer, template, ControlTokens(tokenizer, template).placeholders)
+
+    def read(value: Any) -> Prompt:
+        # the sides must differ at once: the prompt ends where they begin
+        sides = {"prompt": value, "chosen": "A", "rejected": "B"}
+        pair = with_system(to_preference_row(sides, FORMAT_BY_NAME["prompt"], {}), system_prompt)
+        (tokenized,) = to_tokens([render(pair, template, tokenizer)])
+        return Prompt(_shown(value), tuple(tokenized.example.prompt_ids.tolist()))
+
+    return read
 
 
 def store_prompts(store: Stores, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> list[Prompt]:

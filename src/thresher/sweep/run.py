@@ -17,6 +17,7 @@ from thresher.checkpoint.json_io import encode, load_json
 from thresher.config import DPOConfig
 from thresher.errors import UserError
 from thresher.observability.log_files import METRICS
+from thresher.optional import require
 from thresher.redact import redact, redact_text
 from thresher.sweep.grid import Trial, trial_config
 from thresher.sweep.results import Mode, Result, TrialEnd, describe_groups, read_end, read_result
@@ -46,6 +47,7 @@ class Sweep:
     """The trials of a grid in one directory. Loading checks every config, so mistakes are reported at once."""
 
     def __init__(self, path: Path, trials: Sequence[Trial], settings: SweepSettings):
+        require("a sweep", "ray", extra="ray")
         self.settings = settings
         self._path = path
         self._trials = trials

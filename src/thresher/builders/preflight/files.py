@@ -19,6 +19,7 @@ from thresher.data.sources.resolve import at_revision, find_in_directory, resolv
 from thresher.errors import UserError, unusable_path
 from thresher.models.loading.location import find_model, find_tokenizer, named_model
 from thresher.observability.trackers.libraries import check_name
+from thresher.optional import require
 
 _LARGEST_USUAL_RATE = 0.01  # of tiny models in tests and examples
 
@@ -54,6 +55,13 @@ def report(checks: Iterable[Callable[[], Messages]]) -> list[str]:
 def check_tracker_names(config: DPOConfig) -> Messages:
     for name in config.track_with:
         yield from problems_of(check_name, name)
+
+
+def check_ray(config: DPOConfig) -> Messages:
+    if config.uses_ray:
+        given = config.non_default("runtime", "ray_address")
+        user = f"{given[0]}: {getattr(config, given[0])}" if given else "a run with several workers"
+        yield from problems_of(require, user, "ray", extra="ray", otherwise="" if given else "start it with torchrun")
 
 
 def check_unused_settings(config: DPOConfig) -> Messages:
@@ -159,7 +167,7 @@ def check_checkpoint_path(config: DPOConfig) -> Messages:
         yield from problems_of(resolve_resume, setting, Path(), digests=False)
 
 
-SETTINGS = (check_unused_settings, check_tracker_names, check_evaluation_steps, check_learning_rate)
+SETTINGS = (check_ray, check_unused_settings, check_tracker_names, check_evaluation_steps, check_learning_rate)
 PATHS = (check_models, check_data, check_prompts_file, check_directories, check_checkpoint_path)
 
 

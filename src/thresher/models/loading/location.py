@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
+from thresher.optional import require
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>\w[\w./-]*))?")
 _SECONDS_TO_REACH_HUB = 10
@@ -26,6 +26,12 @@ def named_model(path: str | None) -> str:
     if path is None:
         raise UserError("no model is named; set pretrain to a model directory or a .gguf file")
     return path
+
+
+def hub_name(path: str) -> str | None:
+    """Return a model's name on the Hub without its revision; None for a path."""
+    found = None if Path(path).exists() else _HUB_NAME.fullmatch(path)
+    return None if found is None else found["name"]
 
 
 def hub_arguments(path: str) -> tuple[str, dict[str, Any]]:
@@ -50,8 +56,7 @@ def find_model(path: str) -> tuple[str, dict[str, Any]]:
             raise UserError(
                 f"model file {path} does not exist; give the path of a `.gguf` file or of a model directory"
             )
-        if find_spec("gguf") is None:
-            raise UserError(f"reading {path} needs the package gguf; run `pip install 'thresher[gguf]'`")
+        require(f"reading {path}", "gguf", extra="gguf")
         return str(location.parent), {"gguf_file": location.name}
     if location.is_dir():
         if not (location / "config.json").is_file():

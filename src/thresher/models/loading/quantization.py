@@ -26,6 +26,7 @@ from thresher.models.experts import stacks_of
 from thresher.models.loading.weight_files import config_of
 from thresher.models.pipeline_chunk import decoder_of
 from thresher.models.router import routers
+from thresher.optional import require
 
 # elements that share a constant, and constants that share one, as in bitsandbytes
 _BLOCK, _CONSTANTS_PER_BLOCK = 64, 256
@@ -78,8 +79,7 @@ def stored_quantization(path: str) -> Quantization | None:
 def import_bitsandbytes() -> Any:
     """Import bitsandbytes; without native code from the Hub, which it would fetch if `kernels` is installed."""
     if "bitsandbytes" not in sys.modules:
-        if find_spec("bitsandbytes") is None:
-            raise UserError("quantization needs bitsandbytes; install it with: pip install 'thresher[quantization]'")
+        require("quantization", "bitsandbytes", extra="quantization")
         # the code is for products in evaluation, which are not used here
         logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "kernels" not in record.msg)
         before = {name: sys.modules.pop(name) for name in ("kernels",) if name in sys.modules}

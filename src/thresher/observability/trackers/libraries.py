@@ -1,4 +1,4 @@
-"""Trackers of other libraries (TensorBoard, MLflow, Weights & Biases), and all trackers by name."""
+"""Trackers of other libraries (TensorBoard, MLflow, Weights & Biases, Trackio), and all trackers by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from thresher.errors import UserError, nearest
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import JsonlTracker
 from thresher.observability.trackers.tracker import RunInfo, Status, Table, Tracker, Trackers, rotate
+from thresher.optional import require
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +31,8 @@ WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 def _import_library(module: str, extra: str) -> ModuleType:
     """Import the library of a tracker."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"tracker {extra} needs a package that is not installed ({error}); "
-            f"run `pip install 'thresher[{extra}]'` or leave {extra} out of the trackers"
-        ) from error
+    require(f"tracker {extra}", module, extra=extra, otherwise=f"leave {extra} out of track_with")
+    return importlib.import_module(module)
 
 
 class TensorBoardTracker:
@@ -44,7 +41,8 @@ class TensorBoardTracker:
     name = "tensorboard"
 
     def __init__(self, *, tensorboard_dir: str | None = None) -> None:
-        self._library = _import_library("torch.utils.tensorboard", "tensorboard")
+        _import_library("tensorboard", "tensorboard")
+        self._library = importlib.import_module("torch.utils.tensorboard")
         self._directory = tensorboard_dir
         self._writer: Any = None
 
@@ -302,6 +300,68 @@ class WandbTracker:
         temporary.replace(self._state_path)
 
 
+class TrackioTracker:
+    """Trackio's local database, which `trackio show` displays: $TRACKIO_DIR, else in the Hugging Face cache.
+
+    A resumed run keeps its id, stored in `trackio_run.json`. Trackio cannot delete points, so values that it already
+    has are not sent again. A thread of Trackio writes every half second: of a process that is killed, values that have
+    not been written are missing if a checkpoint is newer than they are.
+
+    `trackio.init` would print to stdout, measure the machine, end a run that the calling program has open, and take
+    the run of the same name for the one to resume. Its class does none of this.
+    """
+
+    name = "trackio"
+
+    def __init__(self, *, trackio_project: str = "thresher", name: str | None = None) -> None:
+        self._library = _import_library("trackio", "trackio")
+        try:
+            self._library.SQLiteStorage.validate_project_name(trackio_project)
+        except ValueError as error:
+            raise UserError(f"tracker_kwargs.trackio_project: {error} Choose a different name.") from error
+        self._project, self._name = trackio_project, name
+        self._run: Any = None
+        self._present: set[tuple[str, int]] = set()
+
+    def start(self, run: RunInfo, resume_step: int | None) -> None:
+        """Create a run, or continue the run directory's run."""
+        for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            if os.environ.get(variable):
+                logger.warning(
+                    "trackio: %s has no effect: a run is logged on this machine; upload it later with: trackio sync "
+                    "--project %s --space-id SPACE",
+                    variable,
+                    self._project,
+                )
+        state_path, run_id = run.run_dir / "trackio_run.json", secrets.token_hex(16)
+        if resume_step is not None and state_path.exists():
+            run_id = json.loads(state_path.read_text())["run_id"]
+        name = self._name or run.exp_name
+        rows = self._library.SQLiteStorage.get_logs(self._project, name, run_id=run_id)
+        self._present = {(metric, row["step"]) for row in rows for metric in row}
+        self._run = self._library.Run(
+            url=None, project=self._project, client=None, name=name, run_id=run_id, config=dict(run.config)
+        )
+        state_path.write_text(json.dumps({"run_id": run_id}))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step that Trackio does not have yet."""
+        self._send(step, {name: float(value) for name, value in metrics.items()})
+
+    def log_table(self, step: int, table: Table) -> None:
+        """Log a table of a step, unless Trackio has it from before a resume."""
+        self._send(step, {table.name: self._library.Table(list(table.columns), [list(row) for row in table.rows])})
+
+    def close(self, status: Status) -> None:  # noqa: ARG002  # Trackio has none
+        """Write what is queued."""
+        with redirect_stdout(None):
+            self._run.finish()
+
+    def _send(self, step: int, values: Mapping[str, Any]) -> None:
+        if new := {name: value for name, value in values.items() if (name, step) not in self._present}:
+            self._run.log(new, step=step)
+
+
 # by name: the class, and its settings
 _LIBRARIES: Mapping[str, tuple[Callable[..., Tracker], tuple[str, ...]]] = {
     "tensorboard": (TensorBoardTracker, ("tensorboard_dir",)),
@@ -310,6 +370,7 @@ _LIBRARIES: Mapping[str, tuple[Callable[..., Tracker], tuple[str, ...]]] = {
         ("wandb_project", "wandb_entity", "wandb_mode", "wandb_api_key", "name", "notes", "tags"),
     ),
     "mlflow": (MlflowTracker, ("mlflow_tracking_uri", "name", "notes", "tags")),
+    "trackio": (TrackioTracker, ("trackio_project", "name")),
 }
 _NAMES = ("console", *_LIBRARIES)
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from thresher.data.prepare.blocks import BlockResult, BlockWorker, SpanTask, TaskReader
 from thresher.data.prepare.executor import RESULT_COLUMN, TASK_COLUMN, Executor, Results, SpanWorker
 from thresher.errors import UserError
+from thresher.optional import require
 from thresher.runtime.ray.environment import set_environment
 
 # limit of results that wait for the writer: a few spans per worker, independent of the size of the sources
@@ -22,6 +23,7 @@ _BYTES_PER_RESULT_BLOCK = 8 << 20
 
 def run_on_ray(num_workers: int, address: str | None = None) -> Executor:
     """Return an executor with workers on the cluster at `address`, or on a local cluster that it starts."""
+    require("preparation on Ray", "ray", extra="ray")
 
     def run(worker: BlockWorker, reader: TaskReader, spans: Sequence[SpanTask]) -> Results:
         set_environment(address)

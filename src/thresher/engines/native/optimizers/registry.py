@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch.optim import Optimizer
 
 from thresher.config.roles import TrainingArgs
 from thresher.engines.native.optimizers.blocks import BYTES_PER_ELEMENT
-from thresher.errors import UserError
 from thresher.models.loading.quantization import import_bitsandbytes
+from thresher.optional import require
 
 Groups = list[dict[str, Any]]  # as torch takes them
 
@@ -104,7 +103,7 @@ def _of_torch(kind: Any, **options: Any) -> Callable[[Groups, TrainingArgs, Shar
 
 def _of_bitsandbytes(num_bits: int, state: float, *, is_paged: bool = False) -> OptimizerKind:
     def build(groups: Groups, training: TrainingArgs, shards: Shards) -> Optimizer:
-        _require("bitsandbytes", "quantization", training)
+        require(f"optim {training.optim}", "bitsandbytes", extra="quantization", otherwise="use optim=adamw")
         import_bitsandbytes()
         from thresher.engines.native.optimizers.eight_bit import AdamW8bit, AdamW32bit
 
@@ -126,20 +125,12 @@ def _of_bitsandbytes(num_bits: int, state: float, *, is_paged: bool = False) -> 
 
 
 def _schedule_free(groups: Groups, training: TrainingArgs, _shards: Shards) -> Optimizer:
-    _require("schedulefree", "schedule-free", training)
+    require(f"optim {training.optim}", "schedulefree", extra="schedule-free", otherwise="use optim=adamw")
     from schedulefree import AdamWScheduleFree
 
     options = {name: value for name, value in adamw_options(training).items() if name != "fused"}
     made: Optimizer = AdamWScheduleFree(groups, **options, **training.optim_args)
     return made
-
-
-def _require(package: str, extra: str, training: TrainingArgs) -> None:
-    if find_spec(package) is None:
-        raise UserError(
-            f"optim {training.optim} needs the package {package}; run `pip install 'thresher[{extra}]'`, or use "
-            "optim=adamw"
-        )
 
 
 def _tensors(number: float, *flags: str) -> Callable[[TrainingArgs, int], float]:

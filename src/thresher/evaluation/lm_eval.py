@@ -1,0 +1,267 @@
+"""EleutherAI's lm-eval as a program in an environment of its own: set up, run, and its results read.
+
+thresher never imports it: its many requirements must not decide the versions of a training environment. A config file
+holds all of its arguments, so no path or setting has to survive its parsing of a command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from thresher import durable
+from thresher.data.store.cache import chosen_cache_dir, user_cache_dir
+from thresher.data.store.reader import sha256_of_file
+from thresher.errors import RunStopped, UserError
+from thresher.evaluation.models import EvaluatedModel
+from thresher.models.loading.load import DTYPES
+from thresher.observability.log_files import EVAL_EXTERNAL
+from thresher.observability.trackers.jsonl import StepLog, read_records
+from thresher.redact import redact_text
+
+logger = logging.getLogger(__name__)
+
+REQUIREMENT = "lm_eval[hf,ifeval]==0.4.13"
+_SECONDS_TO_END = 10.0
+_LAST_LINES = 20
+# what an evaluation decides itself
+_RESERVED = ("tasks", "limit", "include_path", "output_path", "model_args.pretrained")
+
+Row = dict[str, Any]
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Benchmarks:
+    """What to evaluate, and how: settings are keys of lm-eval's config file."""
+
+    tasks: Sequence[str]
+    limit: int | None
+    include_path: Path | None
+    settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        flat = {*self.settings, *(f"model_args.{key}" for key in self.settings.get("model_args") or {})}
+        if found := sorted(flat.intersection(_RESERVED)):
+            name = found[0].replace("_", "-")
+            hint = f"use --{name}" if found[0] in _RESERVED[:3] else "thresher sets it"
+            raise UserError(f"the setting {found[0]} cannot be given; {hint}")
+
+    def config(self, model: Path, dtype: str | None) -> dict[str, Any]:
+        """The config file of lm-eval for a model directory."""
+        arguments = {"pretrained": str(model)}
+        if dtype is not None:
+            arguments["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+        return {
+            **self.settings,
+            "model_args": arguments | dict(self.settings.get("model_args") or {}),
+            "tasks": list(self.tasks),
+            "limit": self.limit,
+            "include_path": None if self.include_path is None else str(self.include_path.resolve()),
+        }
+
+    def key(self, model: EvaluatedModel, version: str) -> str:
+        """Digest everything that decides a result, except the data that tasks download."""
+        config = self.config(Path(), model.dtype) | {"include_path": None}
+        files = sorted(each for each in self.include_path.rglob("*") if each.is_file()) if self.include_path else []
+        tasks = [[str(each.relative_to(str(self.include_path))), sha256_of_file(each)] for each in files]
+        content = [model.identity, version, config, str(self.include_path and self.include_path.resolve()), tasks]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def default_environment() -> Path:
+    return _cache_dir() / "lm-eval"
+
+
+def _cache_dir() -> Path:
+    return chosen_cache_dir(None) or user_cache_dir()
+
+
+def install_commands(environment: Path) -> list[str]:
+    """The shell commands that make the environment.
+
+    It finds the packages of this one, such as torch, after its own: pip installs what is missing or too new.
+    """
+    packages = [each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    shared = environment / "lib" / version / "site-packages" / "packages.pth"
+    return [
+        shlex.join([sys.executable, "-m", "venv", str(environment)]),
+        shlex.join(["printf", "%s\\n", *packages]) + " > " + shlex.quote(str(shared)),
+        shlex.join([str(environment / "bin" / "python"), "-m", "pip", "install", REQUIREMENT]),
+    ]
+
+
+def install(environment: Path, show: Show) -> None:
+    """Make the environment."""
+    for command in install_commands(environment):
+        logger.info("%s", command)
+        _run(["/bin/sh", "-c", command], show, None, f"{command} failed")
+
+
+def find_program(environment: Path) -> Path:
+    """Return lm-eval's program in an environment, or raise with the commands that install it."""
+    program = environment / "bin" / "lm_eval"
+    if not program.is_file():
+        raise UserError(
+            f"{environment} has no lm_eval; pass --install to run these commands, or run them, or name an environment "
+            "that has it with --environment:\n  " + "\n  ".join(install_commands(environment))
+        )
+    return program
+
+
+def version_in(environment: Path) -> str:
+    found = sorted(environment.glob("lib/python*/site-packages/lm_eval-*.dist-info"))
+    return found[-1].name.removeprefix("lm_eval-").removesuffix(".dist-info") if found else "unknown"
+
+
+def evaluate(
+    model: EvaluatedModel,
+    benchmarks: Benchmarks,
+    environment: Path,
+    show: Show,
+    *,
+    timeout: float | None = None,
+    is_fresh: bool = False,
+) -> list[Row]:
+    """Evaluate a model, or return its results from the cache; is_fresh: do not."""
+    program, version = find_program(environment), version_in(environment)
+    cached = _cache_dir() / "evaluations" / f"{benchmarks.key(model, version)}.json"
+    content = None if is_fresh else durable.read_own_record(cached)
+    if content is None:
+        with model.directory() as directory:
+            content = _evaluate(program, benchmarks.config(directory, model.dtype), show, timeout)
+        durable.write_own_record(cached, content)
+    else:
+        logger.info("%s: evaluated before, results from %s", model.name, cached)
+    settings = {key: value for key, value in benchmarks.settings.items() if value is not None}
+    common = {"step": model.step, "model": model.name, "lm_eval": version, "limit": benchmarks.limit}
+    return [{**common, "settings": settings, **row} for row in read_results(content)]
+
+
+def _evaluate(program: Path, config: Mapping[str, Any], show: Show, timeout: float | None) -> dict[str, Any]:
+    with TemporaryDirectory(prefix="thresher-") as scratch:
+        output, file = Path(scratch) / "results", Path(scratch) / "config.yaml"
+        file.write_text(json.dumps({**config, "output_path": str(output)}), encoding="utf-8")  # JSON is YAML
+        _run([str(program), "run", "--config", str(file)], show, timeout, "lm-eval failed")
+        found = sorted(output.rglob("results_*.json"))
+        if not found:
+            raise UserError(f"lm-eval wrote no results for {', '.join(config['tasks'])}; check the names of the tasks")
+        results: dict[str, Any] = json.loads(found[-1].read_bytes())
+        kept = ("results", "n-shot", "n-samples", "higher_is_better")
+        return {key: results[key] for key in kept if key in results}
+
+
+def read_results(content: Mapping[str, Any]) -> list[Row]:
+    """Return the metrics of lm-eval's results: a value per task, metric and filter, with its standard error."""
+    rows = []
+    for task, values in content["results"].items():
+        for key, value in values.items():
+            metric, comma, filtered = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not _is_number(value):
+                continue
+            error = values.get(f"{metric}_stderr,{filtered}")
+            counts = content.get("n-samples", {}).get(task, {})
+            rows.append(
+                {
+                    "task": task,
+                    "metric": metric,
+                    "filter": filtered,
+                    "value": value,
+                    "stderr": error if _is_number(error) else None,  # N/A where lm-eval has none
+                    "num_samples": counts.get("effective"),
+                    "num_fewshot": content.get("n-shot", {}).get(task),
+                    "higher_is_better": content.get("higher_is_better", {}).get(task, {}).get(metric),
+                }
+            )
+    return rows
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def log_results(log_dir: Path, rows: Sequence[Row]) -> None:
+    """Append results to the log of a run, except those that it has."""
+    log = StepLog(log_dir / EVAL_EXTERNAL, sys.maxsize)
+    known = read_records(log.path) if log.path.is_file() else []
+    for row in rows:
+        if row not in known:
+            log.write(row)
+
+
+def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str) -> None:
+    """Run a program, show each line that it prints, and raise with its last lines if it fails."""
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    # the progress bars that thresher's command line turns off for itself
+    environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    with _ended(
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,  # a progress bar's carriage return ends a line too
+            errors="replace",
+        )
+    ) as process:
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.terminate()
+
+        timer = threading.Timer(timeout or threading.TIMEOUT_MAX, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            for line in process.stdout or ():
+                if line := line.strip():
+                    last.append(redact_text(line))
+                    show(last[-1])
+            code = process.wait()
+        finally:
+            timer.cancel()
+    if is_late.is_set():
+        raise UserError(f"{failed}: it did not end within {timeout:g} s; raise --timeout, or set a --limit")
+    if code:
+        raise UserError(f"{failed} with exit code {code}; its last lines:\n" + "\n".join(last))
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """End a process with the block, also if this one is interrupted or terminated."""
+
+    def stop(number: int, _: object) -> None:
+        raise RunStopped(None, 128 + number, "terminated")
+
+    previous = signal.signal(signal.SIGTERM, stop) if threading.current_thread() is threading.main_thread() else None
+    try:
+        with process:
+            try:
+                yield process
+            finally:
+                process.terminate()
+                try:
+                    process.wait(_SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,1 @@
+"""Recipes: configs with published settings, one YAML file each, and the catalog that reads them."""
