@@ -37,31 +37,16 @@ INSTALLED = ("dev", "deepspeed", "megatron")  # by scripts/install
 CUDA = ("cuda-", "nvidia-", "triton")
 # SPDX ids, and the older spellings of metadata without a licence expression
 LICENCES = {
-    *(
-        "0BSD",
-        "Apache-2.0",
-        "BSD-2-Clause",
-        "BSD-3-Clause",
-        "BSL-1.0",
-        "CC0-1.0",
-        "CNRI-Python",
-        "ISC",
-        "MIT",
-        "MIT-0",
-        "MIT-CMU",
-    ),
-    *("MPL-2.0", "PSF-2.0", "Zlib"),
-    *("3-Clause BSD License", "Apache 2.0", "Apache 2.0 License", "Apache Software License", "BSD", "BSD License"),
-    *(
-        "ISC License (ISCL)",
-        "MIT License",
-        "Mozilla Public License 2.0 (MPL 2.0)",
-        "Python Software Foundation License",
-    ),
+    *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC"),
+    *("MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib"),
+    *("Apache 2.0", "Apache 2.0 License", "Apache Software License", "Apache Software License 2.0"),
+    *("3-Clause BSD License", "BSD", "BSD License", "ISC License (ISCL)", "MIT License"),
+    *("Mozilla Public License 2.0 (MPL 2.0)", "Python Software Foundation License"),
 }
 # packages with other licences, and why they may be used
 EXAMINED = {
-    "docutils": "public domain and BSD; the file under the GPL is a mode for Emacs, which the wheel does not contain"
+    "docutils": "public domain and BSD; the file under the GPL is a mode for Emacs, which the wheel does not contain",
+    "hjson": "MIT or Academic Free License 2.1, at choice",
 }
 
 
@@ -182,10 +167,10 @@ def check_licences(requirements: Iterable[Requirement]) -> list[str]:
 def licences(metadata: PackageMetadata) -> set[str]:
     """Every licence that metadata states: the ids of its expression, or its classifiers, or the field `License`."""
     classifiers = [each for each in metadata.get_all("Classifier") or () if each.startswith("License ::")]
-    stated = metadata.get("License-Expression") or " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
+    expression = re.sub("[()]", "", metadata.get("License-Expression", ""))  # they group; an id has none
+    stated = expression or " AND ".join(each.rpartition(" :: ")[2] for each in classifiers)
     # an exception after WITH only adds permissions
-    expression = re.sub(r" WITH \S+", "", stated or metadata.get("License", "none"))
-    return set(re.split(r" (?:AND|OR) ", expression))
+    return set(re.split(" (?:AND|OR) ", re.sub(r" WITH \S+", "", stated or metadata.get("License", "none"))))
 
 
 def read_advisories(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:

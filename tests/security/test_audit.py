@@ -160,7 +160,7 @@ def test_installed_versions_are_compared_with_the_pins() -> None:
     ("fields", "expected"),
     [
         ([("License-Expression", "MIT")], {"MIT"}),
-        ([("License-Expression", "Apache-2.0 WITH LLVM-exception AND MIT OR Zlib")], {"Apache-2.0", "MIT", "Zlib"}),
+        ([("License-Expression", "Apache-2.0 WITH LLVM-exception AND (MIT OR Zlib)")], {"Apache-2.0", "MIT", "Zlib"}),
         ([("License-Expression", "MIT"), ("Classifier", "License :: OSI Approved :: BSD License")], {"MIT"}),
         (
             [("License", "a text"), *(("Classifier", f"License :: {each}") for each in ("OSI Approved :: A (B)", "C"))],
