@@ -57,7 +57,10 @@ def models(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+# plan searches meshes: seconds for several nodes
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, id=r.name, marks=[pytest.mark.hand] if r.nodes > 1 else []) for r in RECIPES]
+)
 def test_plan_says_that_a_recipe_fits_on_its_gpus(recipe, command_line, models):
     path, hardware = DIRECTORY / f"{recipe.name}.yaml", ("--gpu", recipe.gpu, "--nodes", recipe.nodes)
     options = (*hardware, "--gpus-per-node", recipe.gpus_per_node, "--json")
