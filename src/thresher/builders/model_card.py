@@ -101,7 +101,7 @@ def model_card(
     logs = _find_logs(checkpoint, config)
     losses = loss_names(config)
     tags = ["thresher", *("dpo" if each == "sigmoid" else each for each in losses if re.fullmatch(r"\w+", each))]
-    header = {
+    header: dict[str, Any] = {
         "base_model": hub_name(merge_into or base),
         "base_model_relation": None if hub_name(merge_into or base) is None else _relation(adapter_alone),
         "library_name": "peft" if adapter_alone else "transformers",
