@@ -184,7 +184,8 @@ def _projections(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _compare_matrices(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], head_dim: int) -> Iterator[str]:
     """Name the matrices that differ by more than rounding to four bits."""
-    wrong, permuted = [], []
+    wrong: list[str] = []
+    permuted: list[str] = []
     for name in sorted(expected.keys() & found.keys()):
         a, b = expected[name], found[name]
         if a.shape == b.shape and _differs(a, b):
