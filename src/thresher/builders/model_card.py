@@ -11,12 +11,13 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from thresher import __version__, durable
+from thresher import durable
 from thresher.builders.checkpoints import read_stored
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import read_manifest
@@ -201,7 +202,7 @@ def _license(base: str) -> dict[str, str | None]:
 
 def _summary(base: str, merge_into: str | None, *, adapter_alone: bool) -> str:
     what = "A LoRA adapter for" if adapter_alone else "A fine-tune of"
-    by = f"by [thresher]({_HOMEPAGE}) {__version__}"
+    by = f"by [thresher]({_HOMEPAGE}) {version('thresher')}"
     if merge_into is None:
         return f"{what} {_linked(base)}, trained on preferences {by}.\n"
     return (
