@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer({"error": "You already created this model repo", "url": name}, 409)
                 return
             self.server.repos[name] = {}
-            if asked.get("private"):
+            if asked.get("private") or asked.get("visibility") == "private":  # by the version of huggingface_hub
                 self.server.private.add(name)
             self._answer({"url": f"{self.server.address}/{name}", "name": name, "id": name})
         elif "/branch/" in path:

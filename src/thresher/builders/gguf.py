@@ -77,7 +77,7 @@ def find_converter(source: Path, checkpoint: Path, output: Path | None, file: Pa
 
 def convert(model: Path, file: Path, llama_cpp: str) -> None:
     """Run llama.cpp's converter on a model directory, in the directory's precision."""
-    dtype = load_model_config(str(model)).dtype
+    dtype: Any = load_model_config(str(model)).dtype
     script = str(Path(llama_cpp) / _SCRIPT)
     command = [sys.executable, script, str(model), "--outfile", str(file), "--outtype", _OUTTYPES[dtype]]
     logger.info("converting: %s", shlex.join(command))
@@ -117,12 +117,12 @@ def compare(
     with translate_load_errors("GGUF file", str(file)):
         fields = GGUFReader(file)
     problems = list(_compare_tokenizers(fields, tokenizer))
-    model.to(torch.float32)
+    torch.nn.Module.to(model, torch.float32)
     settings = model.config.get_text_config()
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     logps, projections = _logps(model, examples), _projections(model)
     rope = copy.deepcopy(decoder_of(model).rotary_emb) if _scales_rope(model) else None
-    model.to("meta")
+    torch.nn.Module.to(model, "meta")
     read = load_model(str(file), dtype=torch.float32)
     if rope is not None:
         problems += _compare_rope(fields, model, rope)
@@ -160,7 +160,7 @@ def example_ids(checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> list[Te
             if store.tokenizer_digest == tokenizer_digest(tokenizer):
                 pairs = [store[row] for row in range(min(_NUM_EXAMPLES, len(store)))]
                 return [torch.from_numpy(np.concatenate((each.prompt_ids, each.chosen.ids))) for each in pairs]
-    return [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in _TEXTS]
+    return [torch.tensor(tokenizer.encode(text)) for text in _TEXTS]
 
 
 @torch.no_grad()
@@ -184,7 +184,8 @@ def _projections(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _compare_matrices(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], head_dim: int) -> Iterator[str]:
     """Name the matrices that differ by more than rounding to four bits."""
-    wrong, permuted = [], []
+    wrong: list[str] = []
+    permuted: list[str] = []
     for name in sorted(expected.keys() & found.keys()):
         a, b = expected[name], found[name]
         if a.shape == b.shape and _differs(a, b):
@@ -227,7 +228,8 @@ def _compare_tokenizers(fields: Any, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 def _compare_rope(fields: Any, model: PreTrainedModel, rope: torch.nn.Module) -> Iterator[str]:
     """Compare the scaling of RoPE, which transformers does not read from GGUF files; warn if that is not possible."""
-    parameters = model.config.get_text_config().rope_parameters
+    settings: Any = model.config.get_text_config()
+    parameters = settings.rope_parameters
     if parameters.get("rope_type") != "llama3":
         logger.warning("the scaling of RoPE in GGUF files is compared for Llama 3 only, so here it is not")
         return

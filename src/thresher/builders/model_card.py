@@ -11,12 +11,13 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from thresher import __version__, durable
+from thresher import durable
 from thresher.builders.checkpoints import read_stored
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import read_manifest
@@ -101,7 +102,7 @@ def model_card(
     logs = _find_logs(checkpoint, config)
     losses = loss_names(config)
     tags = ["thresher", *("dpo" if each == "sigmoid" else each for each in losses if re.fullmatch(r"\w+", each))]
-    header = {
+    header: dict[str, Any] = {
         "base_model": hub_name(merge_into or base),
         "base_model_relation": None if hub_name(merge_into or base) is None else _relation(adapter_alone),
         "library_name": "peft" if adapter_alone else "transformers",
@@ -201,7 +202,7 @@ def _license(base: str) -> dict[str, str | None]:
 
 def _summary(base: str, merge_into: str | None, *, adapter_alone: bool) -> str:
     what = "A LoRA adapter for" if adapter_alone else "A fine-tune of"
-    by = f"by [thresher]({_HOMEPAGE}) {__version__}"
+    by = f"by [thresher]({_HOMEPAGE}) {version('thresher')}"
     if merge_into is None:
         return f"{what} {_linked(base)}, trained on preferences {by}.\n"
     return (

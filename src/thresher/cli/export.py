@@ -95,7 +95,7 @@ def export(
     with ExitStack() as stack:
         if output is None and push is not None:
             output = Path(stack.enter_context(TemporaryDirectory())) / "model"
-        files = []
+        files: list[str] = []
         if output is not None and adapter:
             files = export_adapter(
                 checkpoint, output, dtype=dtype, trust_remote_code=trust_remote_code, overwrite=overwrite, name=push
