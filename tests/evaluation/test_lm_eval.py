@@ -97,6 +97,7 @@ def test_results_of_lm_eval_are_read_with_their_errors() -> None:
     # the standard error of a mean of zeros and ones, with n - 1
     assert row["stderr"] == pytest.approx((row["value"] * (1 - row["value"]) / 15) ** 0.5)
     assert (row["num_samples"], row["num_fewshot"], row["higher_is_better"]) == (16, 0, True)
+    assert rows["all_words", "acc", "none"]["num_samples"] == 32
 
 
 def row_of(model: str, value: float, stderr: float | None = 0.03, **more: Any) -> dict[str, Any]:
@@ -135,6 +136,7 @@ def test_policy_and_reference_are_evaluated_once_logged_and_reported(
     command = (
         *("eval", run, "--tasks", "all_words,spell", "--limit", 16, "--include-path", "tasks"),
         *("--environment", environment, "batch_size=8", "model_args.max_length=64", "gen_kwargs.temperature=0"),
+        "hf_hub_log_args.token=c4n4ry",
     )
     result = command_line(*command)
     assert result.code == 0, result.err
@@ -149,6 +151,7 @@ def test_policy_and_reference_are_evaluated_once_logged_and_reported(
     assert [row["value"] for row in rows if row["model"] == "policy"] == [
         row["value"] for row in read_results(json.loads(RESULTS.read_text()))
     ]
+    assert "c4n4ry" not in (run / "logs" / EVAL_EXTERNAL).read_text() + result.out + result.err
     assert {(row["model"], row["step"]) for row in rows} == {("reference", 0), ("policy", 4)}
     assert "more_words acc_norm, 0-shot" in result.out.replace("\n", " ")
 
@@ -287,6 +290,7 @@ def test_an_environment_finds_the_packages_of_this_one_behind_its_own(tmp_path: 
         ((), "no task is named; pass --tasks"),
         (("--tasks", "a", "limit=3"), "the setting limit cannot be given; use --limit"),
         (("--tasks", "a", "model_args.pretrained=x"), "model_args.pretrained cannot be given; thresher sets it"),
+        (("--tasks", "a", "model_args=x"), "model_args=x has no keys; write model_args.KEY=VALUE"),
         (("--tasks", "a", "batch"), "'batch' is not a setting; write it KEY=VALUE"),
         (("--tasks", "a", "--include-path", "nowhere"), "--include-path nowhere is not a directory"),
     ],

@@ -69,7 +69,7 @@ def evaluate(
     result_console().print(make_table("", texts, numbers, table))
     if log_dir is not None:
         lm_eval.log_results(log_dir, rows)
-        print_lines(f"written to {log_dir / 'eval_external.jsonl'}; `thresher report {source}` shows them")
+        print_lines(f"written to {log_dir / 'eval_external.jsonl'}; `thresher report {log_dir}` shows them")
 
 
 def _parse(settings: list[str]) -> dict[str, Any]:

@@ -122,8 +122,9 @@ def working(what: str) -> Iterator[None]:
 def following(what: str) -> Iterator[Callable[[str], None]]:
     """Yield what shows the newest line of a program: next to a spinner, or twice a minute as a line."""
     if is_live():
-        with progress_console().status(what) as status:
-            yield lambda line: status.update(escape_control_chars(redact_text(f"{what}: {line}"))[:150])
+        with progress_console().status(Text(what)) as status:
+            # as Text: brackets in a line are not markup
+            yield lambda line: status.update(Text(escape_control_chars(redact_text(f"{what}: {line}"))[:150]))
         return
     logger.info("%s", what)
     due = time.monotonic() + _SECONDS_BETWEEN_PROGRESS

@@ -30,8 +30,8 @@ from thresher.errors import RunStopped, UserError
 from thresher.evaluation.models import EvaluatedModel
 from thresher.models.loading.load import DTYPES
 from thresher.observability.log_files import EVAL_EXTERNAL
-from thresher.observability.trackers.jsonl import StepLog, read_records
-from thresher.redact import redact_text
+from thresher.observability.trackers.jsonl import StepLog, encode_number, read_records
+from thresher.redact import redact, redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,10 @@ class Benchmarks:
     settings: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        flat = {*self.settings, *(f"model_args.{key}" for key in self.settings.get("model_args") or {})}
+        arguments = self.settings.get("model_args") or {}
+        if not isinstance(arguments, Mapping):
+            raise UserError(f"model_args={arguments} has no keys; write model_args.KEY=VALUE for each argument")
+        flat = {*self.settings, *(f"model_args.{key}" for key in arguments)}
         if found := sorted(flat.intersection(_RESERVED)):
             name = found[0].replace("_", "-")
             hint = f"use --{name}" if found[0] in _RESERVED[:3] else "thresher sets it"
@@ -148,7 +151,7 @@ def evaluate(
         durable.write_own_record(cached, content)
     else:
         logger.info("%s: evaluated before, results from %s", model.name, cached)
-    settings = {key: value for key, value in benchmarks.settings.items() if value is not None}
+    settings = redact({key: value for key, value in benchmarks.settings.items() if value is not None})
     common = {"step": model.step, "model": model.name, "lm_eval": version, "limit": benchmarks.limit}
     return [{**common, "settings": settings, **row} for row in read_results(content)]
 
@@ -181,9 +184,9 @@ def read_results(content: Mapping[str, Any]) -> list[Row]:
                     "task": task,
                     "metric": metric,
                     "filter": filtered,
-                    "value": value,
+                    "value": encode_number(value),
                     "stderr": error if _is_number(error) else None,  # N/A where lm-eval has none
-                    "num_samples": counts.get("effective"),
+                    "num_samples": counts.get("effective", values.get("sample_len")),  # a group has no counts
                     "num_fewshot": content.get("n-shot", {}).get(task),
                     "higher_is_better": content.get("higher_is_better", {}).get(task, {}).get(metric),
                 }
@@ -218,6 +221,7 @@ def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str)
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,  # a progress bar's carriage return ends a line too
+            encoding="utf-8",
             errors="replace",
         )
     ) as process:

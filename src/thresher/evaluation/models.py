@@ -123,6 +123,7 @@ def _reference_of(config: DPOConfig) -> EvaluatedModel:
 
 def _plain(path: str, *, trust_remote_code: bool) -> EvaluatedModel:
     location, _ = locate_model(path)
+    load_tokenizer(path, trust_remote_code=trust_remote_code)  # puts the files of a Hub name where `place` is
     place = _directory_of(path)
 
     def load() -> Loaded:
