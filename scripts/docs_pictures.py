@@ -1,7 +1,8 @@
-"""Make the pictures of the docs and the README from a real run: the report of `thresher demo`, in light and dark.
+"""Make the pictures of the docs and the README from real runs: a report, in light and dark.
 
-python scripts/docs_pictures.py                  # runs the demo, about a minute
-python scripts/docs_pictures.py --report FILE    # takes the report of a demo that has run
+python scripts/docs_pictures.py                                       # runs the demo, about a minute
+python scripts/docs_pictures.py --report FILE                         # takes the report of a demo that has run
+python scripts/docs_pictures.py --report FILE --name three-runs       # the report of docs/train/three-runs.md
 
 Needs playwright, Pillow and a Chromium (`chromium` or `google-chrome` on the path, or --chromium). The tables of the
 report, its version and its date are left out: the summary and the first curves fit one screen, and stay true.
@@ -60,7 +61,10 @@ def compress(shot: bytes) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, help="report.html of a demo; without it, the demo runs")
+    parser.add_argument("--report", type=Path, help="an HTML report; without it, the demo runs")
+    parser.add_argument(
+        "--name", default="report", help="the pictures are docs/_static/NAME-light.png and NAME-dark.png"
+    )
     parser.add_argument("--chromium", help="program to start", default=None)
     args = parser.parse_args()
     chromium = args.chromium or shutil.which("chromium") or shutil.which("google-chrome")
@@ -72,7 +76,7 @@ def main() -> None:
         report = (args.report or run_demo(Path(directory))).resolve()
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for theme in ("light", "dark"):
-            path = STATIC / f"report-{theme}.png"
+            path = STATIC / f"{args.name}-{theme}.png"
             path.write_bytes(compress(picture(browser, report, theme)))
             print(f"{path.relative_to(STATIC.parents[1])}: {path.stat().st_size:,} bytes")
         browser.close()
