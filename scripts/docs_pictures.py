@@ -1,7 +1,8 @@
-"""Make the pictures of the docs and the README from a real run: the report of `thresher demo`, in light and dark.
+"""Make the pictures of the docs and the README from real runs: a report, in light and dark.
 
 python scripts/docs_pictures.py                  # runs the demo, about a minute
 python scripts/docs_pictures.py --report FILE    # takes the report of a demo that has run
+python scripts/docs_pictures.py --report FILE --name three-runs --charts 4    # docs/train/three-runs.md
 
 Needs playwright, Pillow and a Chromium (`chromium` or `google-chrome` on the path, or --chromium). The tables of the
 report, its version and its date are left out: the summary and the first curves fit one screen, and stay true.
@@ -19,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 STATIC = Path(__file__).resolve().parents[1] / "docs" / "_static"
-WIDTH, CHARTS, MAX_BYTES = 1080, 2, 150_000
+WIDTH, MAX_BYTES = 1080, 150_000
 LEFT_OUT = "#summary table, #summary h3, #health, [href='#health'], header button, header p { display: none }"
-CLIP = f"""() => {{
-    const charts = [...document.querySelectorAll("#curves figure, #curves .card, #curves .chart")].slice(0, {CHARTS});
-    return Math.max(...charts.map(each => (each.closest("figure, .card") ?? each).getBoundingClientRect().bottom)) + 16;
-}}"""
+CLIP = """count => {
+    const charts = [...document.querySelectorAll("#curves figure")].slice(0, count);
+    return Math.max(...charts.map(each => each.getBoundingClientRect().bottom)) + 16;
+}"""
 
 
 def run_demo(directory: Path) -> Path:
@@ -33,13 +34,13 @@ def run_demo(directory: Path) -> Path:
     return directory / "demo" / "report.html"
 
 
-def picture(browser: Any, report: Path, theme: str) -> bytes:
+def picture(browser: Any, report: Path, theme: str, num_charts: int) -> bytes:
     """Photograph the top of a report in a theme."""
     page = browser.new_page(viewport={"width": WIDTH, "height": 700}, color_scheme=theme, device_scale_factor=1.4)
     page.goto(report.as_uri())
     page.wait_for_function("document.documentElement.dataset.drawn", timeout=60_000)
     page.add_style_tag(content=LEFT_OUT)
-    height = page.evaluate(CLIP)
+    height = page.evaluate(CLIP, num_charts)
     shot = page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": height})
     page.close()
     return shot
@@ -50,7 +51,7 @@ def compress(shot: bytes) -> bytes:
     from PIL import Image
 
     buffer = BytesIO()
-    Image.open(BytesIO(shot)).convert("RGB").quantize(colors=64, dither=Image.Dither.NONE).save(
+    Image.open(BytesIO(shot)).convert("RGB").quantize(colors=128, dither=Image.Dither.NONE).save(
         buffer, "PNG", optimize=True
     )
     if buffer.tell() > MAX_BYTES:
@@ -60,7 +61,11 @@ def compress(shot: bytes) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, help="report.html of a demo; without it, the demo runs")
+    parser.add_argument("--report", type=Path, help="an HTML report; without it, the demo runs")
+    parser.add_argument(
+        "--name", default="report", help="the pictures are docs/_static/NAME-light.png and NAME-dark.png"
+    )
+    parser.add_argument("--charts", type=int, default=2, help="charts to show below the summary")
     parser.add_argument("--chromium", help="program to start", default=None)
     args = parser.parse_args()
     chromium = args.chromium or shutil.which("chromium") or shutil.which("google-chrome")
@@ -72,8 +77,8 @@ def main() -> None:
         report = (args.report or run_demo(Path(directory))).resolve()
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for theme in ("light", "dark"):
-            path = STATIC / f"report-{theme}.png"
-            path.write_bytes(compress(picture(browser, report, theme)))
+            path = STATIC / f"{args.name}-{theme}.png"
+            path.write_bytes(compress(picture(browser, report, theme, args.charts)))
             print(f"{path.relative_to(STATIC.parents[1])}: {path.stat().st_size:,} bytes")
         browser.close()
 

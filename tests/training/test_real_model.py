@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.paths import ROOT
 from thresher.builders.export import export_checkpoint
-from thresher.config import parse_config
+from thresher.config import load_config, parse_config
 from thresher.models.loading.load import load_model, load_tokenizer
 from thresher.pipeline import DPOPipeline
 
@@ -90,3 +92,11 @@ def test_qlora_learns_politeness(smollm2, polite_file, tmp_path):
     )
     last = DPOPipeline(config).run()
     assert last["eval/rewards/accuracies"] >= 0.9
+
+
+@pytest.mark.parametrize(("run", "accuracy"), [("dpo", 0.0), ("simpo", 0.0), ("kto", 0.0)])
+def test_the_runs_of_the_docs_learn_what_the_page_says(run, accuracy, smollm2, tmp_path, monkeypatch):
+    example = ROOT / "examples" / "smollm2"
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(example / "prepare.py"))["main"](str(smollm2))
+    assert DPOPipeline(load_config(example / f"{run}.yaml")).run()["eval/rewards/accuracies"] >= accuracy
