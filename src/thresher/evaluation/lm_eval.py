@@ -113,7 +113,8 @@ def install(environment: Path, show: Show) -> None:
     """Make the environment."""
     for command in install_commands(environment):
         logger.info("%s", command)
-        _run(["/bin/sh", "-c", command], show, None, f"{command} failed")
+        # exec: a signal to the shell would leave pip running
+        _run(["/bin/sh", "-c", f"exec {command}"], show, None, f"{command} failed")
 
 
 def find_program(environment: Path) -> Path:
