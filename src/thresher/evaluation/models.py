@@ -44,7 +44,7 @@ class EvaluatedModel:
     data_args: DataArgs  # the template of its prompts
     dtype: str | None  # fp32, bf16 or fp16; None: that of its files
     load: Callable[[], Loaded]
-    write: Callable[[Path], None] | None  # None: `place` has it
+    write: Callable[[Path], object] | None  # None: `place` has it
     place: Path
 
     @contextmanager
