@@ -12,6 +12,8 @@ from tests.support.paths import ROOT
 from thresher.config import load_config
 from thresher.pipeline import DPOPipeline
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = ROOT / "examples" / "smollm2"
 RUNS = sorted(path.stem for path in EXAMPLE.glob("*.yaml"))
 SHORT = ["max_steps=2", "eval_steps=2", "save_steps=2", "samples.num_prompts=1", "samples.max_new_tokens=4"]
