@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from thresher.errors import UserError
 
@@ -20,6 +22,18 @@ def require(user: str, *modules: str, extra: str = "", command: str = "", otherw
         command = command or f"pip install {packages}"
         either = f", or {otherwise}" if otherwise else ""
         raise UserError(f"{user} needs {', '.join(absent)}, which is not installed; run `{command}`{either}")
+
+
+def load(user: str, module: str, *, extra: str, otherwise: str = "") -> ModuleType:
+    """Import a module of an extra; raise if it is absent or broken."""
+    require(user, module.partition(".")[0], extra=extra, otherwise=otherwise)
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{user} needs {module}, which is installed but cannot be imported ({error}); run `pip install "
+            f"--force-reinstall 'thresher[{extra}]'`" + (f", or {otherwise}" if otherwise else "")
+        ) from error
 
 
 def _is_importable(module: str) -> bool:

@@ -80,6 +80,7 @@ def test_copy_writes_the_file_once_and_says_what_to_run(command_line, tmp_path, 
     monkeypatch.chdir(tmp_path)
     copied = command_line("recipes", "copy", "zephyr-7b-full")
     assert (tmp_path / "zephyr-7b-full.yaml").read_text() == (DIRECTORY / "zephyr-7b-full.yaml").read_text()
+    assert "pip install 'thresher[ray]'" in copied.out
     assert "thresher plan zephyr-7b-full.yaml --gpu h100 --nodes 1 --gpus-per-node 8" in copied.out
 
     (tmp_path / "mine.yaml").write_text("beta: 0.2\n")

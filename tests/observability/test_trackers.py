@@ -134,6 +134,19 @@ def test_a_missing_library_names_the_package_to_install(name: str, module: str) 
     assert f"pip install 'thresher[{name}]'" in done.stdout
 
 
+def test_a_library_that_cannot_be_imported_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "trackio.py").write_text("raise ImportError('no module named protobuf')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from thresher.observability.trackers.libraries import make_trackers\n"
+        "from thresher.errors import UserError\n"
+        "try: make_trackers(['trackio'])\n"
+        "except UserError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "tracker trackio needs trackio, which is installed but cannot be imported (no module" in done.stdout
+
+
 def test_importing_observability_imports_no_tracker_library() -> None:
     code = (
         "import sys, thresher.observability; "

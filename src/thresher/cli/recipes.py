@@ -73,8 +73,10 @@ def copy(
     except OSError as error:
         raise unusable_path(file, error.strerror) from None
     cluster = "" if recipe.nodes == 1 else " ray_address=HOST:PORT"
+    ray = ["  pip install 'thresher[ray]'"] if recipe.num_gpus > 1 else []
     print_lines(
         f"wrote {file}; next:",
+        *ray,
         f"  thresher plan {file} --gpu {recipe.gpu} --nodes {recipe.nodes} --gpus-per-node {recipe.gpus_per_node}",
         f"  thresher check {file}",
         f"  thresher train {file}{cluster}",

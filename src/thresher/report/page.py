@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -21,7 +20,7 @@ import yaml
 from thresher import __version__, durable
 from thresher.config import parse_config
 from thresher.errors import unusable_path
-from thresher.optional import require
+from thresher.optional import load
 from thresher.redact import escape_control_chars, redact_text
 from thresher.report import tables
 from thresher.report.charts import MEAN, RAW, Chart
@@ -131,8 +130,7 @@ def vega_bundle() -> str:
 
 
 def _import(name: str) -> ModuleType:
-    require("thresher report", name, extra="report")
-    return importlib.import_module(name)
+    return load("thresher report", name, extra="report")
 
 
 def _embeddable(script: str) -> str:

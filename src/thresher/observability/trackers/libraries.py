@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from thresher.errors import UserError, nearest
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import JsonlTracker
 from thresher.observability.trackers.tracker import RunInfo, Status, Table, Tracker, Trackers, rotate
-from thresher.optional import require
+from thresher.optional import load
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +30,7 @@ WandbMode = Literal["auto", "online", "offline", "disabled"]
 
 def _import_library(module: str, extra: str) -> ModuleType:
     """Import the library of a tracker."""
-    require(f"tracker {extra}", module, extra=extra, otherwise=f"leave {extra} out of track_with")
-    return importlib.import_module(module)
+    return load(f"tracker {extra}", module, extra=extra, otherwise=f"leave {extra} out of track_with")
 
 
 class TensorBoardTracker:
@@ -41,8 +39,8 @@ class TensorBoardTracker:
     name = "tensorboard"
 
     def __init__(self, *, tensorboard_dir: str | None = None) -> None:
-        _import_library("tensorboard", "tensorboard")
-        self._library = importlib.import_module("torch.utils.tensorboard")
+        _import_library("tensorboard", "tensorboard")  # which torch does not require
+        self._library = _import_library("torch.utils.tensorboard", "tensorboard")
         self._directory = tensorboard_dir
         self._writer: Any = None
 
