@@ -71,6 +71,8 @@ EXAMPLES = {
     "thresher submit": "thresher submit dpo.yaml --address http://127.0.0.1:8265",
     "thresher report": "thresher report output/first output/second --output compare.html",
     "thresher export": "thresher export output/first --output my-model --best",
+    "thresher eval": "thresher eval output/first --tasks ifeval,gsm8k batch_size=auto",
+    "thresher answers": "thresher answers output/first alpaca_eval.json --output answers",
     "thresher losses": "thresher losses",
     "thresher recipes ls": "thresher recipes ls simpo",
     "thresher recipes show": "thresher recipes show zephyr-7b-full",

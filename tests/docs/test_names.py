@@ -34,6 +34,7 @@ PAGES = [
 CODE_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples", "docs/extensions", ".github", ".ci")
 # names of other projects that our code does not contain, and files that do not exist until somebody creates them
 EXTERNAL = {
+    "--num-nodes",  # sky launch
     "--shutdown-timeout",  # ray job
     "DistributedConfig",  # transformers
     "MemTracker",  # torch
@@ -225,6 +226,8 @@ def command_problem(line: str) -> str | None:
             options |= cli()[command]
         elif position == 0 and re.fullmatch(r"[a-z][a-z-]*", word):
             return f"there is no command thresher {word}"
+        elif command == "eval":
+            continue  # its settings are those of lm-eval
         elif (setting := re.fullmatch(r"[+~]*([a-z][\w.]*)=.*", word)) and not _is_config_path(setting[1]):
             return f"there is no config key {setting[1]}"
     return None
