@@ -27,7 +27,11 @@ from thresher.importers.convert import DIALECTS
 from thresher.importers.read import recognize
 
 # of Ray and Kubernetes
-NO_CONFIGS = {"examples/kuberay/rayjob.yaml", "examples/ray_cluster/cluster.yaml"}
+NO_CONFIGS = {
+    "examples/kuberay/rayjob.yaml",
+    "examples/ray_cluster/cluster.yaml",
+    "examples/skypilot/train.yaml",
+}
 QUICKSTART = "examples/quickstart/config.yaml"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 _BLOCK = re.compile(r"^```ya?ml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
