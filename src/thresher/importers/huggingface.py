@@ -208,6 +208,7 @@ TABLE: r.Table = {
     "fp16": r.by(set_fp16, f"{MODEL}dtype"),
     "run_name": r.to("exp_name"),
     "report_to": r.by(set_trackers, "track_with"),
+    "project": r.to("tracker_kwargs.trackio_project"),
     "logging_steps": r.steps("logging_steps"),
     "eval_strategy": r.by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
     "evaluation_strategy": r.by(set_strategy("eval_strategy"), "eval_strategy", "eval_steps"),
@@ -243,7 +244,7 @@ enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches 
 full_determinism gradient_checkpointing_kwargs hub_* ignore_data_skip include_for_metrics include_num_input_tokens_seen
 include_tokens_per_second label_names label_smoothing_factor length_column_name liger_kernel_config local_rank
 log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter no_cuda
-parallelism_config prediction_loss_only project remove_unused_columns restore_callback_states_from_checkpoint
+parallelism_config prediction_loss_only remove_unused_columns restore_callback_states_from_checkpoint
 save_on_each_node save_only_model save_safetensors skip_memory_metrics tf32 torch_compile_backend torch_compile_mode
 torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_cpu use_liger_kernel
 """
