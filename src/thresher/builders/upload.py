@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thresher.errors import UserError
 
@@ -61,6 +61,7 @@ def upload(
 def _translate_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+    of_http_library: Any = HfHubHTTPError.__bases__  # which one depends on the version of huggingface_hub
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -77,8 +78,7 @@ def _translate_errors(name: str) -> Iterator[None]:
     except ValueError as error:
         hint = "correct README.md, or the arguments that went into it"
         raise UserError(f"the Hugging Face Hub rejects the model card of {name}: {error}; {hint}") from error
-    # those of its HTTP library and of hf_xet
-    except (*HfHubHTTPError.__bases__, OSError, RuntimeError) as error:
+    except (*of_http_library, OSError, RuntimeError) as error:  # RuntimeError is of hf_xet
         raise UserError(
             f"the upload to {name} failed: {error}; check the network, then try again, or use `hf upload`"
         ) from error
