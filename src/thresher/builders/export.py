@@ -237,9 +237,8 @@ def export_adapter(
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
         _load_tokenizer(path, args).save_pretrained(staging)
         (staging / CARD).unlink(missing_ok=True)  # PEFT's, which names the base's path
-        card = model_card(
-            checkpoint, path, name or output.resolve().name, adapter_alone=True, quantization=kind and str(kind)
-        )
+        shown, kind_name = name or output.resolve().name, None if kind is None else str(kind)
+        card = model_card(checkpoint, path, shown, adapter_alone=True, quantization=kind_name)
         write_card(staging, card)
         files = _files_of(staging)
     if kind is not None:
