@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, TrainerState
 
 from tests.api.test_trainer import rows_of
+from tests.support.hub_server import hub_server
 from tests.support.small_runs import last_weights
 from thresher import DPOConfig, DPOTrainer, UserError
 from thresher.api.results import mean_loss
@@ -223,12 +224,30 @@ def test_a_run_uploads_nothing_by_itself(files, tmp_path):
         DPOTrainer(files["model"], DPOConfig(output_dir=tmp_path, push_to_hub=True), train_dataset=files["train"])
 
 
-def test_an_upload_without_a_hub_is_a_user_error(trained, monkeypatch):
+def test_an_upload_without_a_hub_is_a_user_error_before_the_export(trained, monkeypatch):
     import huggingface_hub.constants
 
+    directory = Path(trained[0].config.output_dir) / "model"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"nothing can be uploaded to \S+ while HF_HUB_OFFLINE is set; unset it"):
         trained[0].push_to_hub()
-    card = (Path(trained[0].config.output_dir) / "model" / "README.md").read_text()
+    assert not directory.exists()
+    trained[0].create_model_card()
+    card = (directory / "README.md").read_text()
     assert "eval/loss" in card
     assert json.dumps(trained[0].config.output_dir) not in card
+
+
+def test_an_edited_card_is_uploaded_with_one_warning(trained, monkeypatch, caplog):
+    import huggingface_hub.constants
+
+    directory = Path(trained[0].config.output_dir) / "model"
+    directory.mkdir(exist_ok=True)
+    (directory / "README.md").write_text("---\nlicense: mit\n---\nmine\n")
+    with hub_server() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        trained[0].push_to_hub(token="hf_not_a_real_token")
+    (files,) = hub.repos.values()
+    assert files["README.md"].endswith(b"mine\n")
+    assert caplog.text.count("README.md was kept") == 1

@@ -48,6 +48,16 @@ def hub(monkeypatch, tmp_path):
         yield server
 
 
+@pytest.fixture
+def other_template(run):
+    """Add a second chat template to the base, in a directory that transformers reads and writes."""
+    directory = run.parent / "my-base" / "additional_chat_templates"
+    directory.mkdir()
+    (directory / "tool_use.jinja").write_text("{{ messages }}")
+    yield
+    shutil.rmtree(directory)
+
+
 def checkpoint_of(run: Path) -> Path:
     return run / "checkpoints" / "step-00000002"
 
@@ -94,6 +104,28 @@ def test_an_own_or_edited_card_is_kept_with_a_warning_and_a_written_one_is_repla
         "README.md was kept, because it is not as thresher wrote it; delete it to get a new model card" in caplog.text
     )
     assert "README.md" in names
+
+
+def test_a_card_names_the_files_of_a_run_without_their_directories(base, tmp_path):
+    root = tmp_path / "in my home"
+    models = [shutil.copytree(base["pretrain"], root / name) for name in ("model", "other")]
+    (root / "loss.py").write_text("def mine(pairs, beta=0.1):\n    return -beta * pairs.log_ratios.margin\n")
+    loss = f"{root}/loss.py:mine"
+    changes = {
+        "pretrain": str(models[0]),
+        "output_dir": str(root / "run"),
+        "max_steps": 1,
+        "pref_loss": {loss: 1.0},
+        "reference": {"model_args": {"model_name_or_path": str(models[1])}},
+    }
+    DPOPipeline(parse_config(merge(base, changes))).run()
+    text = model_card(root / "run" / "checkpoints" / "step-00000001", str(models[0]), "mine")
+    assert "in my home" not in text
+    assert "| loss | loss.py:mine(beta=0.1) |" in text
+    assert "| reference | precompute, other |" in text
+    config = yaml.safe_load(text.partition("```yaml\n")[2].partition("\n```\n")[0])
+    assert config["pref_loss"] == {"loss.py:mine": 1.0}
+    assert list(config["pref_loss_digests"]) == ["loss.py:mine"]
 
 
 def test_names_of_a_malicious_checkpoint_stay_text(run, tmp_path):
@@ -144,6 +176,12 @@ def test_names_of_a_malicious_checkpoint_stay_text(run, tmp_path):
         ({"template": "/srv/templates/t.jinja"}, {"template": "t.jinja"}),
         ({"system_prompt": "/no_think"}, {"system_prompt": "/no_think"}),
         ({"strategy_config": {"file": "/home/me/ds.json"}}, {"strategy_config": {"file": "ds.json"}}),
+        ({"judge_model": "/models/llama 70b/x"}, {"judge_model": "x"}),
+        ({"strategy_config": {"file": "/home/me/a b/c.json"}}, {"strategy_config": {"file": "c.json"}}),
+        ({"strategy_config": {"nvme": "/local_nvme"}}, {"strategy_config": {"nvme": "local_nvme"}}),
+        ({"strategy_config": {"file": "file:/home/me/c.json"}}, {"strategy_config": {"file": "c.json"}}),
+        ({"template_arguments": {"system": "/no_think"}}, {"template_arguments": {"system": "/no_think"}}),
+        ({"exclude": "x" * 5000 + "/y"}, {"exclude": "x" * 5000 + "/y"}),
         ({"output_dir": "x", "system_envs": {"A": "b"}, "tracker_kwargs": {"notes": "n"}, "beta": 0.1}, {"beta": 0.1}),
     ],
     ids=str,
@@ -152,6 +190,7 @@ def test_the_config_of_a_card_has_no_places(given, shown):
     assert yaml.safe_load(public_config(given)) == shown
 
 
+@pytest.mark.usefixtures("other_template")
 def test_push_uploads_what_was_exported_with_the_stored_token(run, hub, command_line, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "private.txt").write_text("mine")
@@ -159,7 +198,9 @@ def test_push_uploads_what_was_exported_with_the_stored_token(run, hub, command_
     done = command_line("export", run, *arguments)
     assert done.code == 0
     assert f"uploaded to {hub.address}/someone/tiny/commit/" in done.err
-    assert set(hub.repos["someone/tiny"]) == {path.name for path in (tmp_path / "out").iterdir()} - {"private.txt"}
+    written = (path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert set(hub.repos["someone/tiny"]) == set(map(str, written)) - {"private.txt"}
+    assert hub.repos["someone/tiny"]["additional_chat_templates/tool_use.jinja"] == b"{{ messages }}"
     assert b'from_pretrained("someone/tiny")' in hub.repos["someone/tiny"]["README.md"]
     assert hub.private == {"someone/tiny"}
     assert hub.branches == [("someone/tiny", "trial")]
@@ -188,6 +229,12 @@ def test_a_refused_push_says_what_to_do_before_anything_is_exported(run, hub, co
         assert TOKEN not in done.err
         return " ".join(done.err.split())
 
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    assert "the shard size 'huge' is not a number with a unit" in refused("someone/tiny", "--max-shard-size", "huge")
+    assert "has no adapter" in refused("someone/tiny", "--merge-into", "org/other")
+    assert "is not an empty directory" in refused("someone/tiny", "-o", "full")
+    assert not hub.repos
     hub.repos["someone/public"] = {}
     assert "someone/public exists and is public; make it private" in refused("someone/public", "--private")
     assert "is not a name on the Hugging Face Hub" in refused("no/such/name")
@@ -195,6 +242,8 @@ def test_a_refused_push_says_what_to_do_before_anything_is_exported(run, hub, co
     assert "log in with `hf auth login`, with a token that may write" in refused("someone/tiny")
     hub.status = 403
     assert "the token may not write to other/tiny" in refused("other/tiny")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert "the upload to someone/tiny failed" in refused("someone/tiny")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "nothing can be uploaded to someone/tiny while HF_HUB_OFFLINE is set" in refused("someone/tiny")
 

@@ -17,7 +17,7 @@ from tests.support.stateful_models import STATEFUL
 from tests.support.tiny_chat_model import quickstart_rows
 from tests.support.tiny_models import EXPERT_FAMILIES, FAMILIES
 from thresher.builders.engines import build_policy
-from thresher.builders.export import export_checkpoint
+from thresher.builders.export import export_adapter, export_checkpoint
 from thresher.builders.inputs import find_layout
 from thresher.checkpoint.json_io import save_json
 from thresher.checkpoint.manifest import read_manifest, record_files, write_manifest
@@ -107,6 +107,19 @@ def test_the_directory_holds_only_a_plain_model_and_its_tokenizer(exported, tiny
     original = load_file(tiny_dir / "model.safetensors")
     assert load_file(exported / "model.safetensors").keys() == original.keys()
     assert not [path for path in exported.parent.iterdir() if path != exported]  # no staging directory is left
+
+
+def test_the_card_of_an_adapter_states_the_quantization_of_its_base(trained, tmp_path):
+    config, checkpoint = trained
+    args = config.actor_train.model_args
+    if not args.has_adapter:
+        with pytest.raises(UserError, match="has no adapter"):
+            export_adapter(checkpoint, tmp_path / "adapter")
+        return
+    export_adapter(checkpoint, tmp_path / "adapter")
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    bits = 0 if args.quantization is None else args.quantization.bits
+    assert (f"The adapter belongs to its base in {bits} bits" in card) == ("BitsAndBytesConfig" in card) == (bits > 0)
 
 
 def test_the_exported_model_generates(exported, ids):

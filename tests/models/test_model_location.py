@@ -9,8 +9,17 @@ import pytest
 
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config, load_tokenizer
+from thresher.models.loading.location import hub_arguments, hub_name
 
 NAME = "some-org/no-such-model"
+
+
+@pytest.mark.parametrize("name", ["one", "org/one", "org/one@branch/a", "n" * 5000, "/" + "n" * 5000, "two words", "."])
+def test_a_name_is_told_from_a_path(name):
+    is_path = name in ("two words", ".") or name.startswith("/")
+    bare, at, revision = name.partition("@")
+    assert hub_name(name) == (None if is_path else bare)
+    assert hub_arguments(name) == (bare, {"revision": revision} if at else {})
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_model_config])

@@ -112,6 +112,9 @@ def test_the_vision_tower_is_exported_bit_for_bit(family, tmp_path, caplog):
     }
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - of_text)
     assert (tmp_path / "export" / "preprocessor_config.json").is_file()
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    assert "AutoModelForImageTextToText.from_pretrained" in card
 
     ids = torch.arange(3, 20)[None]
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "export").eval()

@@ -25,6 +25,7 @@ from tests.support.tiny_llama import VOCAB
 from tests.support.tiny_run import build_run, noise_pairs
 from thresher.builders.engines import build_policy, check_engine, trained_parts
 from thresher.builders.export import export_adapter, export_checkpoint
+from thresher.builders.gguf import find_converter
 from thresher.builders.inputs import RunInputs, find_layout
 from thresher.cli import app
 from thresher.config import DPOConfig, parse_config
@@ -270,6 +271,8 @@ def test_the_head_of_a_reward_model_is_not_named(root, tmp_path):
     DPOPipeline(parse_config(merge(values, {"actor_train": {"model_args": {"modules_to_save": []}}}))).run()
     with pytest.raises(UserError, match="trained the head of a reward model too, so its adapter cannot be exported"):
         export_adapter(tmp_path / "checkpoints" / "step-00000001", tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"llama.cpp has no reward models of transformers; leave --gguf out"):
+        find_converter(tmp_path, tmp_path / "checkpoints" / "step-00000001", None, tmp_path / "x.gguf", None)
 
 
 def test_an_adapter_is_merged_into_a_different_model_with_a_warning(root, tmp_path, caplog):

@@ -25,7 +25,7 @@ from thresher.builders.export import export_checkpoint, load_checkpoint
 from thresher.builders.model_card import model_card, write_card
 from thresher.builders.objective import trains_rewards
 from thresher.builders.reference_mode import merged_adapters
-from thresher.builders.upload import upload
+from thresher.builders.upload import open_repository, upload
 from thresher.checkpoint.manager import latest
 from thresher.config import DPOConfig, parse_config
 from thresher.config.section import merge_settings
@@ -350,20 +350,15 @@ class DPOTrainer:
         """
         if not self.is_world_process_zero():
             return None
+        self._saved_checkpoint()  # before a repository is created
+        token, revision = token or self._options["hub_token"], revision or self._options["hub_revision"]
+        private = self._options["hub_private_repo"]
+        self.hub_model_id = open_repository(self._hub_name, token=token, private=private, revision=revision)
         directory = Path(self.config.output_dir) / "model"
         files = self._export(directory)
-        self.create_model_card(**card)
-        done = upload(
-            directory,
-            self._hub_name,
-            files,
-            message=commit_message,
-            token=token or self._options["hub_token"],
-            private=self._options["hub_private_repo"],
-            revision=revision or self._options["hub_revision"],
-        )
-        self.hub_model_id = done.repo_url.repo_id
-        return done
+        if card:  # else the export's is the same
+            self.create_model_card(**card)
+        return upload(directory, self._hub_name, files, message=commit_message, token=token, revision=revision)
 
     def end(self) -> None:
         """Do nothing: a run closes its trackers and processes itself. For TRL's programs."""

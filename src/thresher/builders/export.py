@@ -71,12 +71,20 @@ def load_checkpoint(
     merge_into: a different base model to merge the adapters into. trust_remote_code is not taken from the checkpoint,
     which may be untrusted.
     """
-    path, args = _open(checkpoint, trust_remote_code=trust_remote_code)
+    verify(checkpoint)
+    path, args = _trusted_model(checkpoint, trust_remote_code=trust_remote_code)
     if merge_into is None:
         _check_base(checkpoint, path, args)
     tokenizer = _load_tokenizer(path, args)
     if merge_into is not None:
-        _check_other_base(checkpoint, path, args, merge_into)
+        _check_has_adapter(checkpoint, args)
+        logger.warning(
+            "the adapter was trained on %s and is merged into %s%s: the result is not the model that was trained and "
+            "evaluated; compare them before use",
+            path,
+            merge_into,
+            f", after {', '.join(args.merge_adapters)}" if args.merge_adapters else "",
+        )
         # the other model stays as precise as it is
         path, args = merge_into, args.model_copy(update={"quantization": None})
     plain = load_trained_model(path, args, checkpoint, dtype=dtype)
@@ -88,9 +96,8 @@ def load_checkpoint(
     return plain, tokenizer, path
 
 
-def _open(checkpoint: Path, *, trust_remote_code: bool) -> tuple[str, ModelArgs]:
-    """Verify a checkpoint; return the path of its model, and its settings."""
-    verify(checkpoint)
+def _trusted_model(checkpoint: Path, *, trust_remote_code: bool) -> tuple[str, ModelArgs]:
+    """Return the model that a run trained, if its code is trusted."""
     path, args = trained_model(checkpoint)
     if args.trust_remote_code and not trust_remote_code:
         raise UserError(
@@ -107,20 +114,37 @@ def _load_tokenizer(path: str, args: ModelArgs) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_other_base(checkpoint: Path, path: str, args: ModelArgs, merge_into: str) -> None:
+def _check_has_adapter(checkpoint: Path, args: ModelArgs) -> None:
     if not args.has_adapter or args.starts_from_weights:
         why = f"lora_init {args.lora_init}, whose adapter belongs to what is left of its base"
         raise UserError(
             f"the run of {checkpoint} has {why if args.has_adapter else 'no adapter'}, so there is nothing to merge "
             "into another model; leave --merge-into out"
         )
-    logger.warning(
-        "the adapter was trained on %s and is merged into %s%s: the result is not the model that was trained and "
-        "evaluated; compare them before use",
-        path,
-        merge_into,
-        f", after {', '.join(args.merge_adapters)}" if args.merge_adapters else "",
-    )
+
+
+def check_export(
+    checkpoint: Path,
+    output: Path | None,
+    *,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    adapter: bool = False,
+    merge_into: str | None = None,
+) -> bool:
+    """Reject what an export refuses before it reads weights; return whether the directory has files."""
+    is_used = output is not None and _check_output(output, overwrite=overwrite)
+    if not _SIZE.fullmatch(max_shard_size):
+        raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
+    path, args = _trusted_model(checkpoint, trust_remote_code=trust_remote_code)
+    if adapter and (why := _why_not_adapter(checkpoint, args)) is not None:
+        raise UserError(f"the run of {checkpoint} {why}, so its adapter cannot be exported; leave --adapter out")
+    if merge_into is not None:
+        _check_has_adapter(checkpoint, args)
+    if output is not None and output.resolve() == Path(path).resolve():
+        raise UserError(f"{output} is the model that the run started from; name a different directory")
+    return is_used
 
 
 def export_checkpoint(
@@ -134,18 +158,22 @@ def export_checkpoint(
     merge_into: str | None = None,
     name: str | None = None,
 ) -> list[str]:
-    """Write the model of a checkpoint and its model card; return the names of the files.
+    """Write the model of a checkpoint and its model card; return the paths of the files in the directory.
 
     overwrite: replace the files of a model in a directory that has other files. name: of the model in its card, the
     directory's when absent.
     """
-    is_used = _check_output(output, overwrite=overwrite)
-    if not _SIZE.fullmatch(max_shard_size):
-        raise UserError(f"the shard size {max_shard_size!r} is not a number with a unit; write it like 500MB or 5GB")
+    is_used = check_export(
+        checkpoint,
+        output,
+        max_shard_size=max_shard_size,
+        trust_remote_code=trust_remote_code,
+        overwrite=overwrite,
+        merge_into=merge_into,
+    )
     model, tokenizer, path = load_checkpoint(
         checkpoint, dtype=dtype, trust_remote_code=trust_remote_code, merge_into=merge_into
     )
-    _refuse_base(output, path)
     model = with_untrained_towers(model, path, trust_remote_code=trust_remote_code)
     if names := never_loaded(model, path):
         logger.warning(
@@ -165,7 +193,7 @@ def export_checkpoint(
             checkpoint, base, name or output.resolve().name, is_reward_model=is_reward_model, merge_into=merge_into
         )
         write_card(staging, card)
-        return [file.name for file in staging.iterdir()]
+        return _files_of(staging)
 
 
 def export_adapter(
@@ -178,11 +206,10 @@ def export_adapter(
     name: str | None = None,
 ) -> list[str]:
     """Write the adapter of a checkpoint as PEFT does, in fp32 by default, the tokenizer, and as `export_checkpoint`."""
-    is_used = _check_output(output, overwrite=overwrite)
-    path, args = _open(checkpoint, trust_remote_code=trust_remote_code)
-    if (why := _why_not_adapter(checkpoint, args)) is not None:
-        raise UserError(f"the run of {checkpoint} {why}, so its adapter cannot be exported; leave --adapter out")
-    _refuse_base(output, path)
+    is_used = check_export(checkpoint, output, trust_remote_code=trust_remote_code, overwrite=overwrite, adapter=True)
+    verify(checkpoint)
+    path, args = trained_model(checkpoint)
+    kind = quantization_of(args) or stored_quantization(path)
     _check_base(checkpoint, path, args)
     with _replacing(output, is_used=is_used) as staging, TemporaryDirectory() as scratch:
         _, module, load = _untrained_model(path, args, checkpoint)
@@ -210,9 +237,11 @@ def export_adapter(
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
         _load_tokenizer(path, args).save_pretrained(staging)
         (staging / CARD).unlink(missing_ok=True)  # PEFT's, which names the base's path
-        write_card(staging, model_card(checkpoint, path, name or output.resolve().name, adapter_alone=True))
-        names = [file.name for file in staging.iterdir()]
-    if (kind := quantization_of(args) or stored_quantization(path)) is not None:
+        shown, kind_name = name or output.resolve().name, None if kind is None else str(kind)
+        card = model_card(checkpoint, path, shown, adapter_alone=True, quantization=kind_name)
+        write_card(staging, card)
+        files = _files_of(staging)
+    if kind is not None:
         logger.warning(
             "the adapter belongs to %s in %s: load that base with the same BitsAndBytesConfig; above the original "
             "weights, the model is a different one. An export without --adapter has the trained one",
@@ -221,7 +250,11 @@ def export_adapter(
         )
     if unread := [name for name in _NOT_IN_VLLM if getattr(settings, name)]:
         logger.warning("vLLM does not support %s of an adapter; serve the merged model there", ", ".join(unread))
-    return names
+    return files
+
+
+def _files_of(directory: Path) -> list[str]:
+    return [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file()]
 
 
 def _why_not_adapter(checkpoint: Path, args: ModelArgs) -> str | None:
@@ -229,16 +262,15 @@ def _why_not_adapter(checkpoint: Path, args: ModelArgs) -> str | None:
         return "has no adapter"
     if args.merge_adapters:
         return f"merged {', '.join(args.merge_adapters)} into its base, and no directory has that model"
-    if any(name.endswith(REWARD_HEAD) for name in weight_names(checkpoint)):
+    if has_reward_head(checkpoint):
         return "trained the head of a reward model too"
     if args.modules_to_save and args.starts_from_weights:
         return f"has modules_to_save besides lora_init {args.lora_init}, which PEFT does not convert"
     return None
 
 
-def _refuse_base(output: Path, path: str) -> None:
-    if output.resolve() == Path(path).resolve():
-        raise UserError(f"{output} is the model that the run started from; name a different directory")
+def has_reward_head(checkpoint: Path) -> bool:
+    return any(name.endswith(REWARD_HEAD) for name in weight_names(checkpoint))
 
 
 def _check_output(output: Path, *, overwrite: bool) -> bool:
@@ -339,7 +371,6 @@ def load_trained_model(path: str, args: ModelArgs, weights: Path, *, dtype: str 
 
 def _untrained_model(path: str, args: ModelArgs, weights: Path) -> tuple[PreTrainedModel, Any, Callable[[], None]]:
     """Load the model of a run, with its adapters around it, and return what loads its trained weights."""
-    is_reward_model = any(name.endswith(REWARD_HEAD) for name in weight_names(weights))
     # of quantized matrices, the values that the run has computed with: no others fit the adapters
     model = load_plain(
         path,
@@ -347,7 +378,7 @@ def _untrained_model(path: str, args: ModelArgs, weights: Path) -> tuple[PreTrai
         dtype=DTYPES[args.master_dtype],
         quantization=quantization_of(args),
         trust_remote_code=args.trust_remote_code,
-        is_reward_model=is_reward_model,
+        is_reward_model=has_reward_head(weights),
     )
     module = trained_parts(args).apply(model)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

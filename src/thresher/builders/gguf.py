@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from thresher.builders.export import load_checkpoint, trained_model
+from thresher.builders.export import has_reward_head, load_checkpoint, trained_model
 from thresher.data.prepare.prepare import tokenizer_digest
 from thresher.data.store.reader import ExampleStore
 from thresher.errors import UserError
 from thresher.models.loading.load import DTYPES, load_model, load_model_config, translate_load_errors
 from thresher.models.pipeline_chunk import decoder_of
+from thresher.optional import require
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,11 @@ def find_converter(source: Path, checkpoint: Path, output: Path | None, file: Pa
 
     None if the file exists, so that it is only to be checked.
     """
-    if file.suffix != ".gguf" or find_spec("gguf") is None:
-        what = "needs the package gguf; run `pip install 'thresher[gguf]'`"
-        raise UserError(f"the check of {file} {what if file.suffix == '.gguf' else 'needs a name that ends in .gguf'}")
+    if file.suffix != ".gguf":
+        raise UserError(f"the check of {file} needs a name that ends in .gguf")
+    require(f"the check of {file}", "gguf", extra="gguf")
+    if has_reward_head(checkpoint):
+        raise UserError("llama.cpp has no reward models of transformers; leave --gguf out")
     path = os.environ.get(LLAMA_CPP)
     if file.exists():
         return None
@@ -110,8 +112,6 @@ def compare(
     file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Tensor]
 ) -> float:
     """Compare a file with the model that it was converted from, whose weights are released."""
-    if hasattr(model, "score"):
-        raise UserError("llama.cpp has no reward models of transformers; leave --gguf out")
     from gguf import GGUFReader
 
     with translate_load_errors("GGUF file", str(file)):
@@ -123,16 +123,16 @@ def compare(
     logps, projections = _logps(model, examples), _projections(model)
     rope = copy.deepcopy(decoder_of(model).rotary_emb) if _scales_rope(model) else None
     torch.nn.Module.to(model, "meta")
-    read = load_model(str(file), dtype=torch.float32)
+    loaded = load_model(str(file), dtype=torch.float32)
     if rope is not None:
         problems += _compare_rope(fields, model, rope)
-        decoder_of(read).rotary_emb = rope
-    differences = [(a - b).abs() for a, b in zip(logps, _logps(read, examples), strict=True)]
+        decoder_of(loaded).rotary_emb = rope
+    differences = [(a - b).abs() for a, b in zip(logps, _logps(loaded, examples), strict=True)]
     mean = float(torch.cat(differences).mean())
     kinds = {tensor.tensor_type.name for tensor in fields.tensors if len(tensor.shape) > 1}
     kind = max(kinds, key=lambda each: TOLERANCES.get(each, math.inf))
     limit = TOLERANCES.get(kind, math.inf)
-    problems += _compare_matrices(projections, _projections(read), head_dim)
+    problems += _compare_matrices(projections, _projections(loaded), head_dim)
     if not mean <= limit:  # so NaN is a difference
         cause = (
             ""

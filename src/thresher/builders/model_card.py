@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from thresher.checkpoint.manifest import read_manifest
 from thresher.data.prepare.report import PrepareReport
 from thresher.errors import UserError
 from thresher.models.loading.location import hub_name
-from thresher.models.loading.weight_files import find_file
+from thresher.models.loading.weight_files import config_of, find_file
 from thresher.observability.log_files import DESCRIPTION, METRICS
 from thresher.observability.machine import environment
 from thresher.observability.trackers.jsonl import read_metrics
@@ -48,8 +49,10 @@ _PLACES = {
 _FILES = {"file_name", "store", "prompts_file"}
 _NAMES = {
     *("pretrain", "model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path", "merge_adapters"),
-    *("judge", "template", "pref_loss"),
+    *("judge", "template", "pref_loss", "pref_loss_digests"),
 }
+# settings that are shown as they are; `/no_think` is a system prompt
+_TEXTS = {"system_prompt", "judge_instructions", "template_arguments"}
 
 
 def write_card(directory: Path, text: str) -> None:
@@ -83,6 +86,7 @@ def model_card(
     adapter_alone: bool = False,
     is_reward_model: bool = False,
     merge_into: str | None = None,
+    quantization: str | None = None,
     **metadata: Any,
 ) -> str:
     """Describe the export of a checkpoint.
@@ -94,6 +98,7 @@ def model_card(
         adapter_alone: PEFT's adapter was exported, not a model.
         is_reward_model: it has one output per response.
         merge_into: the model that the adapter was merged into, if that was not the base.
+        quantization: of the base that an adapter belongs to.
         metadata: of the header, such as `license`; None leaves a default.
     """
     from huggingface_hub import ModelCardData
@@ -102,11 +107,19 @@ def model_card(
     logs = _find_logs(checkpoint, config)
     losses = loss_names(config)
     tags = ["thresher", *("dpo" if each == "sigmoid" else each for each in losses if re.fullmatch(r"\w+", each))]
+    description = _read_description(logs)
+    pipeline, auto_class = "text-generation", "AutoModelForCausalLM"
+    if adapter_alone:
+        auto_class = "AutoPeftModelForCausalLM"
+    elif is_reward_model:
+        pipeline, auto_class = "text-classification", "AutoModelForSequenceClassification"
+    elif _is_multimodal(merge_into or base):
+        pipeline, auto_class = "image-text-to-text", "AutoModelForImageTextToText"
     header: dict[str, Any] = {
         "base_model": hub_name(merge_into or base),
         "base_model_relation": None if hub_name(merge_into or base) is None else _relation(adapter_alone),
         "library_name": "peft" if adapter_alone else "transformers",
-        "pipeline_tag": "text-classification" if is_reward_model else "text-generation",
+        "pipeline_tag": pipeline,
         "datasets": _hub_datasets(config) or None,
         **_license(merge_into or base),
     }
@@ -117,11 +130,11 @@ def model_card(
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {shown}\n",
         _summary(base, merge_into, adapter_alone=adapter_alone),
-        f"## Use\n\n{_usage(name, adapter_alone=adapter_alone, is_reward_model=is_reward_model)}",
-        f"## Training\n\n{_table(('', ''), _training(checkpoint, base, config, logs))}",
+        f"## Use\n\n{_usage(name, auto_class, quantization)}",
+        f"## Training\n\n{_table(('', ''), _training(checkpoint, base, config, description))}",
         "" if merge_into else _evaluation(checkpoint, logs),
         f"<details><summary>Config</summary>\n\n{_fenced(public_config(config), 'yaml')}\n</details>\n",
-        f"## Versions\n\n{', '.join(f'{_text(key)} {_text(value)}' for key, value in _versions(logs))}\n",
+        f"## Versions\n\n{', '.join(f'{_text(key)} {_text(value)}' for key, value in _versions(description))}\n",
     ]
     return escape_control_chars("\n".join(part for part in parts if part))
 
@@ -129,7 +142,7 @@ def model_card(
 def loss_names(config: Mapping[str, Any]) -> list[str]:
     """The names of a stored config's losses."""
     losses = config.get("pref_loss", "sigmoid")
-    return [losses] if isinstance(losses, str) else [str(each) for each in losses or ()]
+    return list(map(str, losses if isinstance(losses, list | Mapping) else [losses]))
 
 
 def public_config(config: Mapping[str, Any]) -> str:
@@ -142,10 +155,12 @@ def _public(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _public_value(key: str, value: Any) -> Any:
+    if key in _TEXTS:
+        return value
     if isinstance(value, Mapping):
         # the names of losses may be files
-        inner = {bare_name(str(name)): each for name, each in value.items()} if key == "pref_loss" else value
-        return _public(inner)
+        is_named = key in ("pref_loss", "pref_loss_digests")
+        return _public({bare_name(str(name)): each for name, each in value.items()} if is_named else value)
     if isinstance(value, list):
         return [_public_value(key, each) for each in value]
     if not isinstance(value, str):
@@ -156,22 +171,15 @@ def _public_value(key: str, value: Any) -> Any:
 
 
 def _is_local(text: str) -> bool:
-    """Whether a text is a path; `/no_think` is a system prompt."""
-    return bool(re.fullmatch(r"(~|file:/)?/\S*/\S*|~/\S+", text)) or ("/" in text and _exists(text))
+    # not Path.exists, which raises if a text is too long for a file's name
+    return text.startswith(("/", "~/", "file:/")) or ("/" in text and os.path.exists(text))  # noqa: PTH110
 
 
 def bare_name(value: str, *, is_file: bool = False) -> str:
     """Shorten a path or URL to its last part; a name on the Hugging Face Hub stays."""
-    if value.startswith("hf://") or (not is_file and len(value) < _LONGEST_TEXT and hub_name(value) is not None):
+    if value.startswith("hf://") or (not is_file and hub_name(value) is not None):
         return value
     return re.split(r"[?#]", value)[0].rstrip("/\\").replace("\\", "/").rpartition("/")[2] or "a local file"
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):  # too long for a file name, or a NUL
-        return False
 
 
 def _relation(adapter_alone: bool) -> str:
@@ -216,25 +224,36 @@ def _linked(path: str) -> str:
     return f"`{_code(bare_name(path))}`" if name is None else f"[{_text(path)}](https://huggingface.co/{name})"
 
 
-def _usage(name: str, *, adapter_alone: bool, is_reward_model: bool) -> str:
-    package, auto = "transformers", "AutoModelForCausalLM"
-    if adapter_alone:
-        package, auto = "peft", "AutoPeftModelForCausalLM"
-    elif is_reward_model:
-        auto = "AutoModelForSequenceClassification"
+def _is_multimodal(path: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    try:
+        kind = None if path.endswith(".gguf") else config_of(path).get("model_type")
+    except (UserError, AttributeError, RecursionError):
+        return False
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def _usage(name: str, auto: str, quantization: str | None) -> str:
     quoted = json.dumps(escape_control_chars(name), ensure_ascii=False)
     imports = (
         f"from transformers import {auto}, AutoTokenizer"
-        if package == "transformers"
+        if not auto.startswith("AutoPeft")
         else f"from peft import {auto}\nfrom transformers import AutoTokenizer"
     )
     code = f"{imports}\n\nmodel = {auto}.from_pretrained({quoted})\ntokenizer = AutoTokenizer.from_pretrained({quoted})"
-    return _fenced(code, "python")
+    note = (
+        f"\nThe adapter belongs to its base in {_text(quantization)}: unless the base's files are quantized, pass the "
+        "same `BitsAndBytesConfig` as `quantization_config`. Above the original weights, the model is a different "
+        "one.\n"
+    )
+    return _fenced(code, "python") + (note if quantization else "")
 
 
-def _training(checkpoint: Path, base: str, config: Mapping[str, Any], logs: Path | None) -> Iterator[tuple[str, ...]]:
-    description = _read_description(logs)
-    facts, data = _mapping(description.get("facts")), _mapping(description.get("data"))
+def _training(
+    checkpoint: Path, base: str, config: Mapping[str, Any], description: Mapping[str, Any]
+) -> Iterator[tuple[str, ...]]:
+    facts, data = _read_facts(description, config), _mapping(description.get("data"))
     args = _mapping(_mapping(config.get("actor_train")).get("training_args"))
     yield "base model", _text(bare_name(base))
     for role, heading in (("train", "data"), ("validation", "validation data")):
@@ -243,12 +262,24 @@ def _training(checkpoint: Path, base: str, config: Mapping[str, Any], logs: Path
     yield "loss", _text(facts.get("loss") or " + ".join(map(bare_name, loss_names(config))))
     for name in ("parameters", "reference"):
         if name in facts:
-            shown = (bare_name(word) if _is_local(word) else word for word in str(facts[name]).split(" "))
-            yield name, _text(" ".join(shown))
+            yield name, _text(facts[name])
     yield "steps", f"{read_manifest(checkpoint).step:,} of {_text(facts.get('steps', 'the run'))}"
     for name in ("learning_rate", "lr_scheduler_type", "optim"):
         if name in args:
             yield name.replace("_", " "), _text(args[name])
+
+
+def _read_facts(description: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+    """The facts of a run, with the paths of its config shortened."""
+    facts = {str(name): str(fact) for name, fact in _mapping(description.get("facts")).items()}
+    paths: set[str] = set()
+    for values in (config, _mapping(description.get("config"))):
+        roles = (_mapping(_mapping(values.get(role)).get("model_args")) for role in ("actor_train", "reference"))
+        names = ("pretrain", "model_name_or_path", "adapter_name_or_path")
+        paths.update(loss_names(values), (str(each.get(name) or "") for each in (values, *roles) for name in names))
+    for path in sorted(paths - {""}, key=len, reverse=True):  # one may be the start of another
+        facts = {name: fact.replace(path, bare_name(path)) for name, fact in facts.items()}
+    return facts
 
 
 def _data(role: Mapping[str, Any], heading: str) -> Iterator[tuple[str, str]]:
@@ -280,9 +311,9 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
 
 
-def _versions(logs: Path | None) -> Iterator[tuple[str, Any]]:
+def _versions(description: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The packages that the run was trained with; this machine's if it left no description."""
-    for name, value in (_mapping(_read_description(logs).get("environment")) or environment()).items():
+    for name, value in (_mapping(description.get("environment")) or environment()).items():
         if name == "system":  # and hardware follow
             return
         yield str(name), value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thresher.errors import UserError
 
@@ -42,16 +42,14 @@ def upload(
     *,
     message: str,
     token: str | None = None,
-    private: bool | None = None,
     revision: str | None = None,
 ) -> CommitInfo:
-    """Commit files of a directory to a repository, which is created unless it exists."""
+    """Commit files of a directory to a repository that `open_repository` has opened."""
     from huggingface_hub import HfApi
 
-    full_name = open_repository(name, token=token, private=private, revision=revision)
     with _translate_errors(name):
         return HfApi(token=token).upload_folder(
-            repo_id=full_name,
+            repo_id=name,
             folder_path=directory,
             allow_patterns=list(files),  # the directory may have other files, which nobody has agreed to publish
             commit_message=message,
@@ -63,10 +61,9 @@ def upload(
 def _translate_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+    of_http_library: Any = HfHubHTTPError.__bases__  # which one depends on the version of huggingface_hub
     try:
         yield
-    except UserError:
-        raise
     except OfflineModeIsEnabled as error:
         raise UserError(f"nothing can be uploaded to {name} while HF_HUB_OFFLINE is set; unset it") from error
     except HFValidationError as error:
@@ -81,7 +78,7 @@ def _translate_errors(name: str) -> Iterator[None]:
     except ValueError as error:
         hint = "correct README.md, or the arguments that went into it"
         raise UserError(f"the Hugging Face Hub rejects the model card of {name}: {error}; {hint}") from error
-    except Exception as error:  # those of its HTTP library
+    except (*of_http_library, OSError, RuntimeError) as error:  # RuntimeError is of hf_xet
         raise UserError(
             f"the upload to {name} failed: {error}; check the network, then try again, or use `hf upload`"
         ) from error

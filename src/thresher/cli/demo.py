@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ import typer
 from thresher.cli.terminal import print_lines, progress_console
 from thresher.errors import UserError
 from thresher.observability.details import PHASE
+from thresher.optional import require
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,12 @@ def demo(
         hint = f", or continue its run with: thresher train {config}" if config.is_file() else ""
         raise UserError(f"{output} exists; choose a different --output, or remove it{hint}")
     output.mkdir(parents=True, exist_ok=True)
-    has_report = all(importlib.util.find_spec(name) for name in ("jinja2", "vl_convert"))
-    if not has_report:
-        logger.warning("the report needs other packages; run `pip install 'thresher[report]'` before the next demo")
+    has_report = True
+    try:
+        require("the report", "jinja2", "vl_convert", extra="report")
+    except UserError as error:
+        has_report = False
+        logger.warning("%s before the next demo", error)
     _make_inputs(output, model, data or [])
     run, page = output / "run", output / "report.html"
     _run("check", config)

@@ -63,7 +63,7 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged, or its adapter."""
-    from thresher.builders.export import MAX_SHARD_SIZE, export_adapter, export_checkpoint, trained_model
+    from thresher.builders.export import MAX_SHARD_SIZE, check_export, export_adapter, export_checkpoint, trained_model
     from thresher.builders.gguf import check_gguf, convert, find_converter
     from thresher.builders.upload import open_repository, upload
     from thresher.models.loading.location import hub_name
@@ -91,6 +91,15 @@ def export(
             "(leave --adapter out), or train from a name on the Hugging Face Hub"
         )
     if push is not None:  # before the export, which may take long
+        check_export(
+            checkpoint,
+            output,
+            max_shard_size=max_shard_size,
+            trust_remote_code=trust_remote_code,
+            overwrite=overwrite,
+            adapter=adapter,
+            merge_into=merge_into,
+        )
         push = open_repository(push, private=private or None, revision=revision)
     with ExitStack() as stack:
         if output is None and push is not None:
@@ -120,9 +129,7 @@ def export(
         if push is not None and output is not None:
             if gguf is not None and gguf.resolve().parent == output.resolve():
                 files.append(gguf.name)
-            done = upload(
-                output, push, files, message="Upload of thresher export", private=private or None, revision=revision
-            )
+            done = upload(output, push, files, message="Upload of thresher export", revision=revision)
             logger.info("uploaded to %s", done.commit_url)
 
 

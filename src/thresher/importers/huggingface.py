@@ -230,7 +230,7 @@ TABLE: r.Table = {
     **r.lack("set actor_train.training_args.optim_args or param_groups", "optim_target_modules optim_args"),
     **r.drop("an incomplete last batch is trained on", "dataloader_drop_last"),
     "push_to_hub": Rule(
-        note="a run uploads nothing; `thresher export` writes the model, and DPOTrainer.push_to_hub uploads it"
+        note="a run uploads nothing; `thresher export --push` or DPOTrainer.push_to_hub uploads the model"
     ),
     **r.drop("the best checkpoint is kept; `thresher export --best` writes it", "load_best_model_at_end"),
     **r.drop("a run resumes in its output_dir; set a different one to start again", "overwrite_output_dir"),

@@ -178,7 +178,7 @@ TABLE: r.Table = {
     "zero_stage": r.by(_set_zero, f"{STRATEGY}strategy_name", ENGINE.removesuffix(".")),
     **{name: _offload(name) for name in ("offload_optimizer", "offload_param")},
     **r.drop("the default transform tokenizes and cuts, as here", "transform_fn dataset_transform_fn target_columns"),
-    **r.drop("nothing is uploaded; `thresher export` writes a directory", "push_to_hub save_to_hub"),
+    **r.drop("a run uploads nothing; `thresher export --push` uploads the model", "push_to_hub save_to_hub"),
 }
 # memory, placement, kernels, caches, uploads, evaluation elsewhere and other methods
 NEUTRAL = """

@@ -6,6 +6,7 @@ A Hub name may end in `@revision`: a branch, a tag or a commit.
 from __future__ import annotations
 
 import json
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -30,16 +31,15 @@ def named_model(path: str | None) -> str:
 
 def hub_name(path: str) -> str | None:
     """Return a model's name on the Hub without its revision; None for a path."""
-    found = None if Path(path).exists() else _HUB_NAME.fullmatch(path)
-    return None if found is None else found["name"]
+    found = _HUB_NAME.fullmatch(path)
+    # not Path.exists, which raises if a name is too long for a file
+    return None if found is None or os.path.exists(path) else found["name"]  # noqa: PTH110
 
 
 def hub_arguments(path: str) -> tuple[str, dict[str, Any]]:
     """Return a path unchanged, or a Hub name without its revision, and the `revision` argument of transformers."""
-    found = None if Path(path).exists() else _HUB_NAME.fullmatch(path)
-    if found is None or found["revision"] is None:
-        return path, {}
-    return found["name"], {"revision": found["revision"]}
+    name = hub_name(path)
+    return (path, {}) if name is None or name == path else (name, {"revision": path.removeprefix(f"{name}@")})
 
 
 def find_model(path: str) -> tuple[str, dict[str, Any]]:
