@@ -27,6 +27,7 @@ from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import parse_config
 from thresher.errors import UserError
+from thresher.evaluation import lm_eval
 from thresher.evaluation.lm_eval import (
     Benchmarks,
     evaluate,
@@ -224,10 +225,18 @@ def test_a_program_without_results_is_reported(finished: Path, tmp_path: Path) -
         evaluate_with(make_program(tmp_path / "env", "print('done')"), finished)
 
 
-def test_a_program_that_takes_too_long_is_ended(finished: Path, tmp_path: Path) -> None:
-    code = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    with pytest.raises(UserError, match=r"lm-eval failed: it did not end within 3 s; raise --timeout"):
+def test_a_program_that_takes_too_long_is_ended_with_its_children_though_they_ignore_sigterm(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_eval, "_SECONDS_TO_END", 0.5)
+    code = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"if os.fork(): open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    )
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"lm-eval failed: it did not end within 0\.05 min; raise --timeout"):
         evaluate_with(make_program(tmp_path / "env", code), finished, timeout=3)
+    assert time.monotonic() - started < 30, "the child holds the pipe that is read to its end"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

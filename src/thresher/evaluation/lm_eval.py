@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -218,6 +218,7 @@ def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str)
         subprocess.Popen(
             command,
             env=environment,
+            start_new_session=True,  # a process group, which is ended as one
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -230,7 +231,7 @@ def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str)
 
         def end() -> None:
             is_late.set()
-            process.terminate()
+            _end(process)
 
         timer = threading.Timer(timeout or threading.TIMEOUT_MAX, end)
         timer.daemon = True
@@ -244,29 +245,43 @@ def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str)
         finally:
             timer.cancel()
     if is_late.is_set():
-        raise UserError(f"{failed}: it did not end within {timeout:g} s; raise --timeout, or set a --limit")
+        raise UserError(f"{failed}: it did not end within {timeout / 60:g} min; raise --timeout, or set a --limit")
     if code:
         raise UserError(f"{failed} with exit code {code}; its last lines:\n" + "\n".join(last))
 
 
 @contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """End a process with the block, also if this one is interrupted or terminated."""
+    """End a process and the ones that it started with the block, also if this one is interrupted or terminated."""
 
     def stop(number: int, _: object) -> None:
         raise RunStopped(None, 128 + number, "terminated")
 
-    previous = signal.signal(signal.SIGTERM, stop) if threading.current_thread() is threading.main_thread() else None
+    # a terminal that is closed sends SIGHUP to this process alone; nohup ignores it
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {each: signal.signal(each, stop) for each in numbers if is_main}
     try:
         with process:
             try:
                 yield process
             finally:
-                process.terminate()
-                try:
-                    process.wait(_SECONDS_TO_END)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                _end(process)
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and what it started, such as vLLM's workers, which may hold the pipe open."""
+    try:
+        _signal_group(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+    finally:
+        _signal_group(process, signal.SIGKILL)
+
+
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # all have ended
+        os.killpg(process.pid, number)
