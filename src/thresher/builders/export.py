@@ -74,7 +74,7 @@ def load_checkpoint(
     path, args = _open(checkpoint, trust_remote_code=trust_remote_code)
     if merge_into is None:
         _check_base(checkpoint, path, args)
-    tokenizer = _load_tokenizer(path, args)
+    tokenizer = policy_tokenizer(path, args)
     if merge_into is not None:
         _check_other_base(checkpoint, path, args, merge_into)
         # the other model stays as precise as it is
@@ -100,7 +100,8 @@ def _open(checkpoint: Path, *, trust_remote_code: bool) -> tuple[str, ModelArgs]
     return path, args
 
 
-def _load_tokenizer(path: str, args: ModelArgs) -> PreTrainedTokenizerBase:
+def policy_tokenizer(path: str, args: ModelArgs) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run, whose policy starts from the model at a path."""
     tokenizer_path = args.tokenizer_name_or_path or path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
@@ -208,7 +209,7 @@ def export_adapter(
                 )
         except ValueError as error:
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
-        _load_tokenizer(path, args).save_pretrained(staging)
+        policy_tokenizer(path, args).save_pretrained(staging)
         (staging / CARD).unlink(missing_ok=True)  # PEFT's, which names the base's path
         write_card(staging, model_card(checkpoint, path, name or output.resolve().name, adapter_alone=True))
         names = [file.name for file in staging.iterdir()]
