@@ -89,7 +89,10 @@ def find_models(source: str, *, trust_remote_code: bool) -> tuple[list[Evaluated
     base = named_model(config.policy_path)
     policy_tokenizer(base, args)  # puts the files of a Hub name where digests and lm-eval look for them
     # the manifest has the digests of the other files
-    identity = [sha256_of_file(checkpoint / MANIFEST_NAME), *map(_small_files, (base, named_model(config.tokenizer_path)))]
+    identity = [
+        sha256_of_file(checkpoint / MANIFEST_NAME),
+        *map(_small_files, (base, named_model(config.tokenizer_path))),
+    ]
     policy = EvaluatedModel(
         "policy",
         _digest(identity),
