@@ -273,7 +273,7 @@ def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str)
             code = process.wait()
         finally:
             timer.cancel()
-    if is_late.is_set():
+    if timeout is not None and is_late.is_set():
         raise UserError(f"{failed}: it did not end within {timeout / 60:g} min; raise --timeout, or set a --limit")
     if code:
         raise UserError(f"{failed} with exit code {code}; its last lines:\n" + "\n".join(last))
