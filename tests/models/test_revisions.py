@@ -12,7 +12,7 @@ import torch
 
 from tests.support.small_runs import save_small_model
 from thresher.builders.engines import build_policy, build_reference
-from thresher.builders.export import _trained_model
+from thresher.builders.export import trained_model
 from thresher.builders.inputs import RunInputs, find_layout
 from thresher.builders.reference_mode import frozen_weights_digest
 from thresher.checkpoint.json_io import save_json
@@ -84,7 +84,7 @@ def test_the_reference_has_the_policys_revision_of_the_same_model_only():
 
 def test_an_export_reads_the_revision_of_the_run(tmp_path):
     save_json(tmp_path / "config.json", config_of("v1").model_dump(mode="json"))
-    assert _trained_model(tmp_path)[0] == f"{NAME}@v1"
+    assert trained_model(tmp_path)[0] == f"{NAME}@v1"
 
 
 def test_a_revision_that_is_not_cached_is_rejected_in_offline_mode(revisions):
