@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.manager import list_checkpoints
 
-PROMPTS = ["w5 w6 ", "w9 ", "w9 w7 w11 "]  # a space: the template is plain text, and answers follow without one
+PROMPTS = ["w5 w6 ", "w9 ", "w9 w7 w11"]  # the template is plain text: with and without a space at the end
 ALPACA_EVAL = [
     {"instruction": PROMPTS[0], "output": "an answer", "generator": "text_davinci_003", "dataset": "helpful_base"},
     {"instruction": PROMPTS[1], "dataset": "koala"},

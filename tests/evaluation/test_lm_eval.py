@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,14 +28,16 @@ from thresher.builders.export import export_checkpoint
 from thresher.checkpoint.manager import list_checkpoints
 from thresher.config import parse_config
 from thresher.errors import UserError
+from thresher.evaluation import lm_eval
 from thresher.evaluation.lm_eval import (
     Benchmarks,
     evaluate,
-    find_program,
     install,
     install_commands,
     log_results,
     read_results,
+    require_lm_eval,
+    versions_in,
 )
 from thresher.evaluation.models import find_models
 from thresher.observability.log_files import EVAL_EXTERNAL
@@ -60,11 +63,13 @@ with open({calls!r}, "a") as calls:
 
 
 def make_program(environment: Path, code: str) -> Path:
-    """Put a Python program where lm-eval's would be."""
+    """Make an environment with a Python program where lm-eval's would be."""
     (environment / "bin").mkdir(parents=True, exist_ok=True)
-    program = environment / "bin" / "lm_eval"
-    program.write_text(f"#!{sys.executable}\n{code}")
-    program.chmod(0o755)
+    (environment / "lib" / "lm_eval").mkdir(parents=True, exist_ok=True)
+    (environment / "lib" / "lm_eval" / "__main__.py").write_text(code)
+    python = environment / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(environment / "lib"))} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     return environment
 
 
@@ -96,7 +101,7 @@ def test_results_of_lm_eval_are_read_with_their_errors() -> None:
     row = rows["words", "acc", "none"]
     # the standard error of a mean of zeros and ones, with n - 1
     assert row["stderr"] == pytest.approx((row["value"] * (1 - row["value"]) / 15) ** 0.5)
-    assert (row["num_samples"], row["num_fewshot"], row["higher_is_better"]) == (16, 0, True)
+    assert (row["num_samples"], row["num_fewshot"]) == (16, 0)
     assert rows["all_words", "acc", "none"]["num_samples"] == 32
 
 
@@ -106,23 +111,26 @@ def row_of(model: str, value: float, stderr: float | None = 0.03, **more: Any) -
 
 
 def test_before_and_after_are_side_by_side_with_the_error_of_the_difference() -> None:
-    rows = [row_of("reference", 0.5, 0.03), row_of("policy", 0.4), row_of("policy", 0.6, 0.04)]
+    rows = [row_of("reference", 0.5, 0.03, step=0), row_of("policy", 0.6, 0.04, step=8), row_of("policy", 0.4)]
     (row,) = benchmark_rows(rows)
     assert row.heading == "gsm8k exact_match, strict-match, 5-shot"
-    # sqrt(0.03^2 + 0.04^2) = 0.05; the newer result of the policy counts
-    assert row.cells == ["1,319", "0.5000 ± 0.0300", "0.6000 ± 0.0400", "+0.1000 ± 0.0500"]
+    # sqrt(0.03^2 + 0.04^2) = 0.05; the policy's result at its highest step counts, not the last one
+    assert row.cells == ["1,319", "8", "0.5000 ± 0.0300", "0.6000 ± 0.0400", "+0.1000 ± 0.0500"]
 
 
 def test_results_of_different_settings_or_limits_are_not_compared() -> None:
     rows = [row_of("reference", 0.5), row_of("policy", 0.6, settings={"apply_chat_template": True})]
-    assert [row.cells[3] for row in benchmark_rows(rows)] == ["–", "–"]  # noqa: RUF001
+    assert [row.cells[4] for row in benchmark_rows(rows)] == ["–", "–"]  # noqa: RUF001
     rows = [row_of("reference", 0.5, limit=20), row_of("policy", 0.6, limit=None)]
-    assert [row.cells[3] for row in benchmark_rows(rows)] == ["–"]  # noqa: RUF001
+    assert [(row.heading[-8:], row.cells[4]) for row in benchmark_rows(rows)] == [
+        ("limit 20", "–"),  # noqa: RUF001
+        (", 5-shot", "–"),  # noqa: RUF001
+    ]
 
 
 def test_a_value_without_an_error_and_a_model_without_a_run_are_shown() -> None:
     (row,) = benchmark_rows([row_of("model", 0.25, None)])
-    assert row.cells == ["1,319", "–", "0.2500", "–"]  # noqa: RUF001
+    assert row.cells == ["1,319", "–", "–", "0.2500", "–"]  # noqa: RUF001
 
 
 def test_policy_and_reference_are_evaluated_once_logged_and_reported(
@@ -182,6 +190,27 @@ def test_two_runs_share_the_result_of_their_reference(finished: Path, replay: An
     assert len(calls()) == 1
 
 
+def test_a_result_belongs_to_a_template_and_to_versions_and_not_to_a_readme(finished: Path) -> None:
+    benchmarks, versions = Benchmarks(["words"], None, None, {}), {"lm_eval": "0.4.13", "torch": "2.13.0"}
+
+    def policy_key() -> str:
+        _, policy = find_models(str(finished / "checkpoints"), trust_remote_code=False)[0]
+        return benchmarks.key(policy, versions)
+
+    before, policy = policy_key(), finished.parent / "policy"
+    readme, template = policy / "README.md", policy / "chat_template.jinja"
+    try:
+        readme.write_text("# A base")
+        assert policy_key() == before
+        template.write_text("{{ messages[0].content }}")
+        assert policy_key() != before
+    finally:
+        readme.unlink()
+        template.unlink(missing_ok=True)
+    versions["torch"] = "2.13.1"
+    assert policy_key() != before
+
+
 def test_a_model_without_adapters_is_evaluated_where_it_is(finished: Path, replay: Any) -> None:
     environment, calls = replay
     ((model,), logs) = find_models(str(finished.parent / "reference"), trust_remote_code=False)
@@ -224,10 +253,18 @@ def test_a_program_without_results_is_reported(finished: Path, tmp_path: Path) -
         evaluate_with(make_program(tmp_path / "env", "print('done')"), finished)
 
 
-def test_a_program_that_takes_too_long_is_ended(finished: Path, tmp_path: Path) -> None:
-    code = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    with pytest.raises(UserError, match=r"lm-eval failed: it did not end within 3 s; raise --timeout"):
+def test_a_program_that_takes_too_long_is_ended_with_its_children_though_they_ignore_sigterm(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_eval, "_SECONDS_TO_END", 0.5)
+    code = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"if os.fork(): open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    )
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"lm-eval failed: it did not end within 0\.05 min; raise --timeout"):
         evaluate_with(make_program(tmp_path / "env", code), finished, timeout=3)
+    assert time.monotonic() - started < 30, "the child holds the pipe that is read to its end"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -291,6 +328,7 @@ def test_an_environment_finds_the_packages_of_this_one_behind_its_own(tmp_path: 
         (("--tasks", "a", "limit=3"), "the setting limit cannot be given; use --limit"),
         (("--tasks", "a", "model_args.pretrained=x"), "model_args.pretrained cannot be given; thresher sets it"),
         (("--tasks", "a", "model_args=x"), "model_args=x has no keys; write model_args.KEY=VALUE"),
+        (("--tasks", "a", "model_args=x", "--trust-remote-code"), "model_args=x has no keys"),
         (("--tasks", "a", "batch"), "'batch' is not a setting; write it KEY=VALUE"),
         (("--tasks", "a", "--include-path", "nowhere"), "--include-path nowhere is not a directory"),
     ],
@@ -324,9 +362,9 @@ def test_lm_eval_gives_the_accuracy_that_transformers_gives(
     """Installs lm-eval with pip, unless LM_EVAL_ENVIRONMENT names an environment that has it."""
     monkeypatch.setenv("THRESHER_CACHE_DIR", str(tmp_path / "cache"))
     environment = Path(os.environ.get("LM_EVAL_ENVIRONMENT") or tmp_path / "env")
-    if not (environment / "bin" / "lm_eval").is_file():
+    if not versions_in(environment):
         install(environment, print)
-    find_program(environment)
+    require_lm_eval(environment)
     draw = torch.Generator().manual_seed(0)
     numbers = torch.randint(4, 64, (40, 4), generator=draw).tolist()
     rows = [

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where they are, which one to resume from, and which settings changed since."""
+"""The checkpoints of a run: where they and its logs are, which one to resume from, and which settings changed since."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.manager import READ_BY_DRIVER, CheckpointManager, DamagedCheckpoints
+from thresher.checkpoint.manager import (
+    READ_BY_DRIVER,
+    CheckpointManager,
+    DamagedCheckpoints,
+    best,
+    latest,
+    list_checkpoints,
+)
+from thresher.checkpoint.manifest import MANIFEST_NAME
 from thresher.config import DPOConfig
 from thresher.config.section import Section, inner_section
 from thresher.config.strategies import DEFAULT_TRAIN, find_strategy
-from thresher.errors import CheckpointError
+from thresher.errors import CheckpointError, UserError
+from thresher.observability.log_files import DESCRIPTION
 from thresher.redact import redact
 
 _LOCATION_KEYS = {"output_dir", "logging_dir", "cache_dir", "exp_name", "reference.cache_dir", "ray_address"}
@@ -100,6 +109,44 @@ def build_checkpoint_manager(config: DPOConfig) -> CheckpointManager:
         metric_for_best=config.metric_for_best_model,
         higher_is_better=config.greater_is_better,
     )
+
+
+def has_checkpoint(source: Path) -> bool:
+    """Whether a path is the output_dir of a run, its checkpoints or one of them, though they may be damaged."""
+    return (source / MANIFEST_NAME).is_file() or (source / "checkpoints").is_dir() or bool(list_checkpoints(source))
+
+
+def checkpoint_at(source: Path, *, is_best: bool = False) -> Path:
+    """Find the checkpoint that a path names, or the newest or best one of a run."""
+    root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    checkpoint = source if (source / MANIFEST_NAME).is_file() else latest(root)
+    if checkpoint is None:
+        raise UserError(f"no valid checkpoint in {source}; give the output_dir of a run or a checkpoint")
+    if is_best and checkpoint == source:
+        raise UserError(f"{source} is a single checkpoint; --best needs the output_dir of a run")
+    if is_best:
+        try:
+            config = read_stored(load_json(checkpoint / "config.json"))
+            metric, greater = str(config["metric_for_best_model"]), bool(config["greater_is_better"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"the config in {checkpoint} does not say which checkpoint is best; leave --best out"
+            ) from error
+        checkpoint = best(root, metric, higher_is_better=greater)
+        if checkpoint is None:
+            raise UserError(f"no checkpoint in {source} was evaluated, so there is no best one; leave --best out")
+    return checkpoint
+
+
+def find_logs(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
+    """Find the logs of a checkpoint's run: next to its checkpoints, else where its stored config puts them."""
+    places = [checkpoint.resolve().parent.parent / "logs"]
+    match config:
+        case {"logging_dir": str(named)}:
+            places.append(Path(named))
+        case {"output_dir": str(named)}:
+            places.append(Path(named) / "logs")
+    return next((each for each in places if (each / DESCRIPTION).is_file()), None)
 
 
 def find_checkpoint(config: DPOConfig, damaged: DamagedCheckpoints) -> Path | None:

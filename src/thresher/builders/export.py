@@ -75,7 +75,7 @@ def load_checkpoint(
     path, args = _trusted_model(checkpoint, trust_remote_code=trust_remote_code)
     if merge_into is None:
         _check_base(checkpoint, path, args)
-    tokenizer = _load_tokenizer(path, args)
+    tokenizer = policy_tokenizer(path, args)
     if merge_into is not None:
         _check_has_adapter(checkpoint, args)
         logger.warning(
@@ -107,7 +107,8 @@ def _trusted_model(checkpoint: Path, *, trust_remote_code: bool) -> tuple[str, M
     return path, args
 
 
-def _load_tokenizer(path: str, args: ModelArgs) -> PreTrainedTokenizerBase:
+def policy_tokenizer(path: str, args: ModelArgs) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run, whose policy starts from the model at a path."""
     tokenizer_path = args.tokenizer_name_or_path or path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=args.trust_remote_code)
     set_pad_token(tokenizer, args.pad_token, tokenizer_path)
@@ -235,7 +236,7 @@ def export_adapter(
                 )
         except ValueError as error:
             raise UserError(f"PEFT cannot convert the adapter: {error}; leave --adapter out") from error
-        _load_tokenizer(path, args).save_pretrained(staging)
+        policy_tokenizer(path, args).save_pretrained(staging)
         (staging / CARD).unlink(missing_ok=True)  # PEFT's, which names the base's path
         shown, kind_name = name or output.resolve().name, None if kind is None else str(kind)
         card = model_card(checkpoint, path, shown, adapter_alone=True, quantization=kind_name)

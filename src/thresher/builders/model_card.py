@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from thresher import durable
-from thresher.builders.checkpoints import read_stored
+from thresher.builders.checkpoints import find_logs, read_stored
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manifest import read_manifest
 from thresher.data.prepare.report import PrepareReport
@@ -104,7 +104,7 @@ def model_card(
     from huggingface_hub import ModelCardData
 
     config = read_stored(_mapping(load_json(checkpoint / "config.json")))
-    logs = _find_logs(checkpoint, config)
+    logs = find_logs(checkpoint, config)
     losses = loss_names(config)
     tags = ["thresher", *("dpo" if each == "sigmoid" else each for each in losses if re.fullmatch(r"\w+", each))]
     description = _read_description(logs)
@@ -317,13 +317,6 @@ def _versions(description: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if name == "system":  # and hardware follow
             return
         yield str(name), value
-
-
-def _find_logs(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
-    """The log directory of a checkpoint in the output_dir of its run."""
-    named = config.get("logging_dir")
-    logs = Path(named) if isinstance(named, str) else checkpoint.resolve().parent.parent / "logs"
-    return logs if logs.is_dir() else None
 
 
 def _read_description(logs: Path | None) -> Mapping[str, Any]:

@@ -76,11 +76,16 @@ def same_initial_weights(config: DPOConfig) -> bool:
 def frozen_weights_digest(config: DPOConfig, mode: ReferenceMode) -> str | None:
     """Digest the files of the weights that are not trained; None if all weights are trained."""
     if mode != "none":
-        weights = model_digest(str(config.reference_path), merged_adapters(config, of_policy=False))
-        adapter = initial_adapter(config)
-        return weights if adapter is None else with_adapter(weights, AdapterFiles.find(adapter))
+        return reference_weights_digest(config)
     # checkpoints do not contain what is not trained: a resumed run must recognize it, even if no loss compares with it
     return model_digest(str(config.policy_path), merged_adapters(config)) if config.freezes_weights else None
+
+
+def reference_weights_digest(config: DPOConfig) -> str:
+    """Digest the files of the model that the config describes as the reference, whether or not a loss needs it."""
+    weights = model_digest(str(config.reference_path), merged_adapters(config, of_policy=False))
+    adapter = initial_adapter(config)
+    return weights if adapter is None else with_adapter(weights, AdapterFiles.find(adapter))
 
 
 def reference_has_workers(config: DPOConfig, mode: ReferenceMode) -> bool:

@@ -41,6 +41,7 @@ def evaluate(
     """Evaluate a run's policy and its reference on benchmarks of lm-eval, side by side."""
     from thresher.evaluation import lm_eval
     from thresher.evaluation.models import find_models
+    from thresher.observability.log_files import EVAL_EXTERNAL
     from thresher.report.tables import BENCHMARK_HEADINGS, benchmark_rows
 
     quiet_libraries()
@@ -49,15 +50,12 @@ def evaluate(
         raise UserError("no task is named; pass --tasks with names of lm-eval, such as --tasks ifeval,gsm8k")
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"--include-path {include_path} is not a directory; give the one with your YAML files")
-    given = _parse(settings or [])
-    if trust_remote_code:
-        given["model_args"] = {"trust_remote_code": True, **(given.get("model_args") or {})}
-    benchmarks = lm_eval.Benchmarks(names, limit, include_path, given)
+    benchmarks = lm_eval.Benchmarks(names, limit, include_path, _parse(settings or []), trust_remote_code)
     place = (environment or lm_eval.default_environment()).absolute()
-    if install and not (place / "bin" / "lm_eval").is_file():
+    if install and not lm_eval.versions_in(place):
         with following("installing lm-eval") as show:
             lm_eval.install(place, show)
-    lm_eval.find_program(place)  # before a model is loaded
+    lm_eval.require_lm_eval(place)  # before a model is loaded
     models, log_dir = find_models(source, trust_remote_code=trust_remote_code)
     rows = []
     for model in models:
@@ -69,7 +67,7 @@ def evaluate(
     result_console().print(make_table("", texts, numbers, table))
     if log_dir is not None:
         lm_eval.log_results(log_dir, rows)
-        print_lines(f"written to {log_dir / 'eval_external.jsonl'}; `thresher report {log_dir}` shows them")
+        print_lines(f"written to {log_dir / EVAL_EXTERNAL}; `thresher report {log_dir}` shows them")
 
 
 def _parse(settings: list[str]) -> dict[str, Any]:

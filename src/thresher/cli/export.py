@@ -63,6 +63,7 @@ def export(
     ] = None,
 ) -> None:
     """Export a checkpoint as a Hugging Face model directory, with LoRA adapters merged, or its adapter."""
+    from thresher.builders.checkpoints import checkpoint_at
     from thresher.builders.export import MAX_SHARD_SIZE, check_export, export_adapter, export_checkpoint, trained_model
     from thresher.builders.gguf import check_gguf, convert, find_converter
     from thresher.builders.upload import open_repository, upload
@@ -81,7 +82,7 @@ def export(
     for name, given in (("private", private), ("revision", revision)):
         if given and push is None:
             raise UserError(f"--{name} has no effect without --push OWNER/NAME; leave it out, or name a repository")
-    checkpoint = _find_checkpoint(source, best=best)
+    checkpoint = checkpoint_at(source, is_best=best)
     if output is None and push is None and (gguf is None or not gguf.exists()):
         raise UserError("the export has no place to go; name a directory with --output DIR, or --push OWNER/NAME")
     llama_cpp = None if gguf is None else find_converter(source, checkpoint, output, gguf, dtype)
@@ -131,30 +132,3 @@ def export(
                 files.append(gguf.name)
             done = upload(output, push, files, message="Upload of thresher export", revision=revision)
             logger.info("uploaded to %s", done.commit_url)
-
-
-def _find_checkpoint(source: Path, *, best: bool) -> Path:
-    """The checkpoint that a path names, or the newest or best one of a run."""
-    from thresher.builders.checkpoints import read_stored
-    from thresher.checkpoint.json_io import load_json
-    from thresher.checkpoint.manager import best as best_checkpoint
-    from thresher.checkpoint.manager import latest
-
-    root = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    checkpoint = source if (source / "manifest.json").is_file() else latest(root)
-    if checkpoint is None:
-        raise UserError(f"no valid checkpoint in {source}; give the output_dir of a run or a checkpoint")
-    if best and checkpoint == source:
-        raise UserError(f"{source} is a single checkpoint; --best needs the output_dir of a run")
-    if best:
-        try:
-            config = read_stored(load_json(checkpoint / "config.json"))
-            metric, greater = str(config["metric_for_best_model"]), bool(config["greater_is_better"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"the config in {checkpoint} does not say which checkpoint is best; leave --best out"
-            ) from error
-        checkpoint = best_checkpoint(root, metric, higher_is_better=greater)
-        if checkpoint is None:
-            raise UserError(f"no checkpoint in {source} was evaluated, so there is no best one; leave --best out")
-    return checkpoint

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +38,21 @@ logger = logging.getLogger(__name__)
 REQUIREMENT = "lm_eval[hf,ifeval]==0.4.13"
 _SECONDS_TO_END = 10.0
 _LAST_LINES = 20
+# lm-eval and what computes its results
+_ASK_VERSIONS = """
+import json
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+found = {}
+for name in ("lm_eval", "torch", "transformers", "vllm"):
+    if find_spec(name) is not None:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+print(json.dumps(found))
+"""
 # what an evaluation decides itself
 _RESERVED = ("tasks", "limit", "include_path", "output_path", "model_args.pretrained")
 
@@ -53,6 +68,7 @@ class Benchmarks:
     limit: int | None
     include_path: Path | None
     settings: Mapping[str, Any]
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         arguments = self.settings.get("model_args") or {}
@@ -66,7 +82,9 @@ class Benchmarks:
 
     def config(self, model: Path, dtype: str | None) -> dict[str, Any]:
         """The config file of lm-eval for a model directory."""
-        arguments = {"pretrained": str(model)}
+        arguments: dict[str, Any] = {"pretrained": str(model)}
+        if self.trust_remote_code:
+            arguments["trust_remote_code"] = True
         if dtype is not None:
             arguments["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         return {
@@ -77,17 +95,25 @@ class Benchmarks:
             "include_path": None if self.include_path is None else str(self.include_path.resolve()),
         }
 
-    def key(self, model: EvaluatedModel, version: str) -> str:
+    def key(self, model: EvaluatedModel, versions: Mapping[str, str]) -> str:
         """Digest everything that decides a result, except the data that tasks download."""
         config = self.config(Path(), model.dtype) | {"include_path": None}
         files = sorted(each for each in self.include_path.rglob("*") if each.is_file()) if self.include_path else []
         tasks = [[str(each.relative_to(str(self.include_path))), sha256_of_file(each)] for each in files]
-        content = [model.identity, version, config, str(self.include_path and self.include_path.resolve()), tasks]
+        content = [
+            model.identity,
+            dict(versions),
+            config,
+            str(self.include_path and self.include_path.resolve()),
+            tasks,
+        ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def default_environment() -> Path:
-    return _cache_dir() / "lm-eval"
+    """The directory of the environment that uses the packages of this one."""
+    this = f"{sys.prefix} {sys.version_info.major}.{sys.version_info.minor}"
+    return _cache_dir() / f"lm-eval-{hashlib.sha256(this.encode()).hexdigest()[:8]}"
 
 
 def _cache_dir() -> Path:
@@ -117,20 +143,25 @@ def install(environment: Path, show: Show) -> None:
         _run(["/bin/sh", "-c", f"exec {command}"], show, None, f"{command} failed")
 
 
-def find_program(environment: Path) -> Path:
-    """Return lm-eval's program in an environment, or raise with the commands that install it."""
-    program = environment / "bin" / "lm_eval"
-    if not program.is_file():
+def versions_in(environment: Path) -> dict[str, str]:
+    """Return the versions of lm-eval and of what computes its results; nothing if its Python cannot import lm-eval."""
+    command = [str(environment / "bin" / "python"), "-c", _ASK_VERSIONS]
+    try:
+        printed = subprocess.run(command, env=_variables(), capture_output=True, check=True).stdout
+        found: dict[str, str] = json.loads(printed)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return {}
+    return found if "lm_eval" in found else {}
+
+
+def require_lm_eval(environment: Path) -> dict[str, str]:
+    """Return the versions in an environment, or raise with the commands that install lm-eval."""
+    if not (versions := versions_in(environment)):
         raise UserError(
             f"{environment} has no lm_eval; pass --install to run these commands, or run them, or name an environment "
             "that has it with --environment:\n  " + "\n  ".join(install_commands(environment))
         )
-    return program
-
-
-def version_in(environment: Path) -> str:
-    found = sorted(environment.glob("lib/python*/site-packages/lm_eval-*.dist-info"))
-    return found[-1].name.removeprefix("lm_eval-").removesuffix(".dist-info") if found else "unknown"
+    return versions
 
 
 def evaluate(
@@ -143,30 +174,32 @@ def evaluate(
     is_fresh: bool = False,
 ) -> list[Row]:
     """Evaluate a model, or return its results from the cache; is_fresh: do not."""
-    program, version = find_program(environment), version_in(environment)
-    cached = _cache_dir() / "evaluations" / f"{benchmarks.key(model, version)}.json"
+    versions = require_lm_eval(environment)
+    cached = _cache_dir() / "evaluations" / f"{benchmarks.key(model, versions)}.json"
     content = None if is_fresh else durable.read_own_record(cached)
     if content is None:
         with model.directory() as directory:
-            content = _evaluate(program, benchmarks.config(directory, model.dtype), show, timeout)
+            content = _evaluate(environment, benchmarks.config(directory, model.dtype), show, timeout)
         durable.write_own_record(cached, content)
     else:
         logger.info("%s: evaluated before, results from %s", model.name, cached)
     settings = redact({key: value for key, value in benchmarks.settings.items() if value is not None})
-    common = {"step": model.step, "model": model.name, "lm_eval": version, "limit": benchmarks.limit}
+    common = {"step": model.step, "model": model.name, "lm_eval": versions["lm_eval"], "limit": benchmarks.limit}
     return [{**common, "settings": settings, **row} for row in read_results(content)]
 
 
-def _evaluate(program: Path, config: Mapping[str, Any], show: Show, timeout: float | None) -> dict[str, Any]:
+def _evaluate(environment: Path, config: Mapping[str, Any], show: Show, timeout: float | None) -> dict[str, Any]:
     with TemporaryDirectory(prefix="thresher-") as scratch:
         output, file = Path(scratch) / "results", Path(scratch) / "config.yaml"
         file.write_text(json.dumps({**config, "output_path": str(output)}), encoding="utf-8")  # JSON is YAML
-        _run([str(program), "run", "--config", str(file)], show, timeout, "lm-eval failed")
+        # not bin/lm_eval, which is missing if the environment finds lm-eval in this one
+        command = [str(environment / "bin" / "python"), "-m", "lm_eval", "run", "--config", str(file)]
+        _run(command, show, timeout, "lm-eval failed")
         found = sorted(output.rglob("results_*.json"))
         if not found:
             raise UserError(f"lm-eval wrote no results for {', '.join(config['tasks'])}; check the names of the tasks")
         results: dict[str, Any] = json.loads(found[-1].read_bytes())
-        kept = ("results", "n-shot", "n-samples", "higher_is_better")
+        kept = ("results", "n-shot", "n-samples")
         return {key: results[key] for key in kept if key in results}
 
 
@@ -189,7 +222,6 @@ def read_results(content: Mapping[str, Any]) -> list[Row]:
                     "stderr": error if _is_number(error) else None,  # N/A where lm-eval has none
                     "num_samples": counts.get("effective", values.get("sample_len")),  # a group has no counts
                     "num_fewshot": content.get("n-shot", {}).get(task),
-                    "higher_is_better": content.get("higher_is_better", {}).get(task, {}).get(metric),
                 }
             )
     return rows
@@ -211,13 +243,11 @@ def log_results(log_dir: Path, rows: Sequence[Row]) -> None:
 def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str) -> None:
     """Run a program, show each line that it prints, and raise with its last lines if it fails."""
     last: deque[str] = deque(maxlen=_LAST_LINES)
-    # the progress bars that thresher's command line turns off for itself
-    environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
-    environment["PYTHONUNBUFFERED"] = "1"
     with _ended(
         subprocess.Popen(
             command,
-            env=environment,
+            env=_variables(),
+            start_new_session=True,  # a process group, which is ended as one
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -230,7 +260,7 @@ def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str)
 
         def end() -> None:
             is_late.set()
-            process.terminate()
+            _end(process)
 
         timer = threading.Timer(timeout or threading.TIMEOUT_MAX, end)
         timer.daemon = True
@@ -243,30 +273,52 @@ def _run(command: Sequence[str], show: Show, timeout: float | None, failed: str)
             code = process.wait()
         finally:
             timer.cancel()
-    if is_late.is_set():
-        raise UserError(f"{failed}: it did not end within {timeout:g} s; raise --timeout, or set a --limit")
+    if timeout is not None and is_late.is_set():
+        raise UserError(f"{failed}: it did not end within {timeout / 60:g} min; raise --timeout, or set a --limit")
     if code:
         raise UserError(f"{failed} with exit code {code}; its last lines:\n" + "\n".join(last))
 
 
+def _variables() -> dict[str, str]:
+    """The environment variables of lm-eval."""
+    # the progress bars that thresher's command line turns off for itself
+    kept = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    # no module of the current directory, such as a clone of lm-eval, replaces an installed one
+    return kept | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+
+
 @contextmanager
 def _ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """End a process with the block, also if this one is interrupted or terminated."""
+    """End a process and the ones that it started with the block, also if this one is interrupted or terminated."""
 
     def stop(number: int, _: object) -> None:
         raise RunStopped(None, 128 + number, "terminated")
 
-    previous = signal.signal(signal.SIGTERM, stop) if threading.current_thread() is threading.main_thread() else None
+    # a terminal that is closed sends SIGHUP to this process alone; nohup ignores it
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {each: signal.signal(each, stop) for each in numbers if is_main}
     try:
         with process:
             try:
                 yield process
             finally:
-                process.terminate()
-                try:
-                    process.wait(_SECONDS_TO_END)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                _end(process)
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and what it started, such as vLLM's workers, which may hold the pipe open."""
+    try:
+        _signal_group(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+    finally:
+        _signal_group(process, signal.SIGKILL)
+
+
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # all have ended
+        os.killpg(process.pid, number)

@@ -13,25 +13,28 @@ from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from thresher.builders.checkpoints import read_stored
-from thresher.builders.export import export_checkpoint, load_checkpoint
-from thresher.builders.reference_mode import frozen_weights_digest, initial_adapter, merged_adapters
+from thresher.builders.checkpoints import checkpoint_at, find_logs, has_checkpoint, read_stored
+from thresher.builders.export import export_checkpoint, load_checkpoint, policy_tokenizer
+from thresher.builders.reference_mode import initial_adapter, merged_adapters, reference_weights_digest
 from thresher.builders.samples import load_reference
 from thresher.checkpoint.json_io import load_json
-from thresher.checkpoint.manager import latest
+from thresher.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from thresher.checkpoint.state import weight_names
 from thresher.config import DPOConfig, parse_config
 from thresher.config.data import DataArgs
 from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
 from thresher.models.loading.load import REWARD_HEAD, load_model, load_tokenizer
-from thresher.models.loading.location import locate_model, named_model
+from thresher.models.loading.location import TOKENIZER_FILES, locate_model, named_model
 from thresher.models.loading.weight_files import find_file
 from thresher.reference.fingerprint import model_digest
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-# a weight file has a digest of its own
-_SMALL_BYTES = 50_000_000
+# what decides a result besides the weights; not README.md, which an export downloads for its card
+_SMALL_FILES = (
+    *("config.json", "generation_config.json", "added_tokens.json", "special_tokens_map.json", "merges.txt", "*.py"),
+    *("tokenizer*", "vocab*", "*.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*.jinja"),
+)
 
 
 @dataclass(frozen=True)
@@ -61,38 +64,46 @@ class EvaluatedModel:
 def find_models(source: str, *, trust_remote_code: bool) -> tuple[list[EvaluatedModel], Path | None]:
     """Return reference and policy of a run or checkpoint, and the directory of the run's logs; or a model alone."""
     path = Path(source)
-    is_run = (path / "checkpoints").is_dir()
-    checkpoint = path if (path / "manifest.json").is_file() else latest(path / "checkpoints") if is_run else None
-    if checkpoint is None and is_run:
-        raise UserError(f"no valid checkpoint in {source}; give the output_dir of a run, a checkpoint or a model")
-    if checkpoint is None:
+    if not has_checkpoint(path):
         return [_plain(source, trust_remote_code=trust_remote_code)], None
+    checkpoint = checkpoint_at(path)
     if any(name.endswith(REWARD_HEAD) for name in weight_names(checkpoint)):
         raise UserError(f"the run of {checkpoint} trained a reward model, which writes no text; name a different run")
     try:
-        config = parse_config(read_stored(load_json(checkpoint / "config.json")))
+        stored = read_stored(load_json(checkpoint / "config.json"))
+        config = parse_config(stored)
     except UserError as error:
         raise UserError(
             f"the config in {checkpoint} cannot be read ({error}); run `thresher export` and name its directory"
         ) from error
-    if config.trusts_reference_code and not trust_remote_code:
-        raise UserError(
-            f"the run of {checkpoint} executed Python code from the model {config.reference_path}; pass "
-            "--trust-remote-code if you trust that model"
-        )
-    own = checkpoint.parent.parent / "logs"
-    logs = own if own.is_dir() else config.log_dir
+    args = config.actor_train.model_args
+    for trusts, model in (
+        (config.trusts_reference_code, config.reference_path),
+        (args.trust_remote_code, config.policy_path),
+    ):
+        if trusts and not trust_remote_code:
+            raise UserError(
+                f"the run of {checkpoint} executed Python code from the model {model}; pass --trust-remote-code if "
+                "you trust that model"
+            )
+    base = named_model(config.policy_path)
+    policy_tokenizer(base, args)  # puts the files of a Hub name where digests and lm-eval look for them
+    # the manifest has the digests of the other files
+    identity = [
+        sha256_of_file(checkpoint / MANIFEST_NAME),
+        *map(_small_files, (base, named_model(config.tokenizer_path))),
+    ]
     policy = EvaluatedModel(
         "policy",
-        sha256_of_file(checkpoint / "manifest.json"),  # it has the digests of the other files
-        int(load_json(checkpoint / "trainer.json")["state"]["step"]),
+        _digest(identity),
+        read_manifest(checkpoint).step,
         config.actor_train.data_args,
-        config.actor_train.model_args.dtype,
+        args.dtype,
         lambda: load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)[:2],
         partial(export_checkpoint, checkpoint, trust_remote_code=trust_remote_code),
         checkpoint,
     )
-    return [_reference_of(config), policy], logs if logs.is_dir() else None
+    return [_reference_of(config), policy], find_logs(checkpoint, stored)
 
 
 def _reference_of(config: DPOConfig) -> EvaluatedModel:
@@ -102,19 +113,19 @@ def _reference_of(config: DPOConfig) -> EvaluatedModel:
     tokenizer_path = named_model(config.tokenizer_path)
     as_stored = place is not None and tokenizer_path == config.reference_path
     changed = [*merged_adapters(config, of_policy=False), *filter(None, [initial_adapter(config)])]
-    changed += filter(None, [config.actor_train.model_args.quantization])
+    args = config.actor_train.model_args
+    changed += filter(None, [args.quantization, args.pad_token])
 
     def load() -> Loaded:
-        tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.trusts_reference_code)
-        return load_reference(config), tokenizer
+        return load_reference(config), policy_tokenizer(named_model(config.policy_path), args)
 
-    identity = [frozen_weights_digest(config, "precompute"), *map(_small_files, (path, tokenizer_path))]
+    identity = [reference_weights_digest(config), *map(_small_files, (path, tokenizer_path))]
     return EvaluatedModel(
         "reference",
-        _digest([*identity, str(config.actor_train.model_args.quantization)]),
+        _digest([*identity, str(args.quantization), args.pad_token]),
         0,
         config.actor_train.data_args,
-        config.actor_train.model_args.dtype,
+        args.dtype,
         load,
         None if as_stored and not changed else partial(_save, load),
         place or Path(path),
@@ -142,11 +153,14 @@ def _directory_of(path: str) -> Path | None:
 
 
 def _small_files(path: str) -> str:
-    """Digest the config, tokenizer and templates of a model."""
-    directory = _directory_of(path)
-    files = sorted(each for each in directory.iterdir() if each.is_file()) if directory else []
-    files = [each for each in files if each.stat().st_size < _SMALL_BYTES and each.suffix != ".safetensors"]
-    return _digest([[each.name, sha256_of_file(each)] for each in files])
+    """Digest the config, tokenizer, templates and code of a model, or of a tokenizer."""
+    if path.endswith(".gguf"):
+        return model_digest(path, ())  # the file has all of them
+    names = ("config.json", "generation_config.json", *TOKENIZER_FILES)  # of a Hub name, downloaded if needed
+    found = [file for file in (find_file(path, name) for name in names) if file is not None]
+    directory = found[0].parent if found else Path(path)
+    files = {each for pattern in _SMALL_FILES for each in directory.glob(pattern) if each.is_file()}
+    return _digest([[str(each.relative_to(directory)), sha256_of_file(each)] for each in sorted(files)])
 
 
 def _save(load: Callable[[], Loaded], output: Path) -> None:

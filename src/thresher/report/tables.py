@@ -344,25 +344,27 @@ def _remarks(row: Record, who: str) -> str:
     )
 
 
-BENCHMARK_HEADINGS = ["benchmark", "questions", "reference", "policy", "change"]
+BENCHMARK_HEADINGS = ["benchmark", "questions", "step", "reference", "policy", "change"]
 
 
 def benchmark_rows(results: Sequence[Record]) -> list[TableRow]:
-    """Results of benchmarks: questions, reference and policy with standard errors, and the difference.
+    """Results of benchmarks: questions, the policy's step, reference and policy with errors, and the difference.
 
-    The newest result of a model counts. The error of a difference is that of two independent samples: both answer the
-    same questions, so it is rather too large.
+    The result of a model at its highest step counts. The error of a difference is that of two independent samples: both
+    answer the same questions, so it is rather too large.
     """
     found: dict[str, dict[str, Record]] = {}
     for each in results:
-        found.setdefault(_benchmark(each), {})[str(each.get("model"))] = each
+        models, name = found.setdefault(_benchmark(each), {}), str(each.get("model"))
+        if name not in models or each["step"] >= models[name]["step"]:
+            models[name] = each
     rows = []
     for name, models in found.items():
-        newest = list(models.values())[-1]
+        last, step = list(models.values())[-1], models.get("policy", {}).get("step")
         shown = [_with_error(models.get(each)) for each in ("reference", "policy")]
         if "model" in models:
             shown = [MISSING, _with_error(models["model"])]
-        rows.append(TableRow(name, [format_number(newest.get("num_samples")), *shown, _change(models)]))
+        rows.append(TableRow(name, [*map(format_number, (last.get("num_samples"), step)), *shown, _change(models)]))
     return rows
 
 
@@ -373,6 +375,8 @@ def _benchmark(row: Record) -> str:
         parts.append(str(row["filter"]))
     if row.get("num_fewshot") is not None:
         parts.append(f"{row['num_fewshot']}-shot")
+    if row.get("limit") is not None:
+        parts.append(f"limit {row['limit']}")
     settings = row.get("settings")
     parts += [f"{key}={_text(value)}" for key, value in settings.items()] if isinstance(settings, Mapping) else []
     return ", ".join(parts)
@@ -382,10 +386,10 @@ def _with_error(row: Record | None) -> str:
     if row is None:
         return MISSING
     value, error = row.get("value"), row.get("stderr")
-    return f"{value:.4f}{_error(error)}" if isinstance(value, int | float) else MISSING
+    return f"{value:.4f}{_plus_minus(error)}" if isinstance(value, int | float) else MISSING
 
 
-def _error(error: object) -> str:
+def _plus_minus(error: object) -> str:
     return f" ± {error:.4f}" if isinstance(error, int | float) else ""
 
 
@@ -393,10 +397,9 @@ def _change(models: Mapping[str, Record]) -> str:
     before, after = (models.get(each, {}) for each in ("reference", "policy"))
     values, errors = ((before.get(key), after.get(key)) for key in ("value", "stderr"))
     match values:
-        case (int() | float() as old, int() | float() as new) if before.get("limit") == after.get("limit"):
-            return (
-                f"{new - old:+.4f}{_error(None if None in errors else math.hypot(*map(float, filter(None, errors))))}"
-            )
+        case (int() | float() as old, int() | float() as new):
+            error = None if None in errors else math.hypot(*map(float, filter(None, errors)))
+            return f"{new - old:+.4f}{_plus_minus(error)}"
     return MISSING
 
 

@@ -88,7 +88,9 @@ def prompt_reader(
 
     def read(value: Any) -> Prompt:
         # the sides must differ at once: the prompt ends where they begin
-        sides = {"prompt": value, "chosen": "A", "rejected": "B"}
+        # in plain text, an answer is not the rest of the prompt's last word
+        space = " " if template.is_raw and isinstance(value, str) and not value[-1:].isspace() else ""
+        sides = {"prompt": value, "chosen": f"{space}A", "rejected": f"{space}B"}
         pair = with_system(to_preference_row(sides, FORMAT_BY_NAME["prompt"], {}), system_prompt)
         (tokenized,) = to_tokens([render(pair, template, tokenizer)])
         return Prompt(_shown(value), tuple(tokenized.example.prompt_ids.tolist()))
