@@ -63,7 +63,7 @@ class ConsoleTracker:
         self._keeps_display = False
         self._run: RunInfo | None = None  # None before and between attempts
         self._first_step = self._step = self._num_attempts = 0
-        self._started_at = self._pairs_seen = 0.0
+        self._started_at = self._steps_started_at = self._pairs_seen = 0.0
         self._last_step = self._metrics = self._event = ""
         self._work: tuple[str, int, int] | None = None
         self._spinner = Spinner("dots", style="cyan")
@@ -82,7 +82,8 @@ class ConsoleTracker:
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Describe the run, and show its steps from here on."""
         self._first_step = self._step = max(0, resume_step or 0)
-        self._started_at, self._pairs_seen = self._clock(), 0.0
+        self._started_at = self._steps_started_at = self._clock()
+        self._pairs_seen = 0.0
         self._num_attempts += 1
         self._last_step = self._metrics = ""
         start = f"resumed after step {resume_step}" if self._first_step else f"{run.total_pairs} {run.unit}"
@@ -98,6 +99,8 @@ class ConsoleTracker:
         total_steps, unit = (0, "") if self._run is None else (self._run.total_steps, self._run.unit)
         if evaluated := _format(metrics, _SHOWN_OF_EVALUATIONS, unit):
             self.print(f"step {step}/{total_steps}  evaluation: {evaluated}")
+            if self._step == self._first_step:  # what precedes the first step says nothing about the others
+                self._steps_started_at = self._clock()
         for name, summary in _SUMMARIES.items():
             if name in metrics:
                 self._event = f"health at step {step}: {summary}"
@@ -170,7 +173,7 @@ class ConsoleTracker:
     def _time_left(self, total_steps: int) -> str:
         """Estimate the time of the remaining steps from the ones that were done."""
         done = self._step - self._first_step
-        seconds_per_step = (self._clock() - self._started_at) / max(1, done)
+        seconds_per_step = (self._clock() - self._steps_started_at) / max(1, done)
         return format_seconds(seconds_per_step * (total_steps - self._step)) if done > 0 else "?"
 
 
