@@ -243,3 +243,9 @@ def test_a_config_knows_no_other_trainer_unless_the_importers_are_installed() ->
         parse_config({"max_grad_norm": 1.0})
     with pytest.raises(UserError, match="dataset_name: unknown key; known keys here: "):
         parse_config({"dataset_name": "d"})
+
+
+def test_an_option_that_a_command_computes_is_lost_and_not_a_flag(tmp_path: Path) -> None:
+    steps = "--gradient_accumulation_steps $(expr 16 / $n)"
+    script = f"n=4\nswift rlhf --rlhf_type dpo --model m --dataset d {steps} --learning_rate 1e-5\n"
+    assert lost(imported(tmp_path, script, "train.sh")) == {"gradient_accumulation_steps"}

@@ -153,7 +153,8 @@ class Arguments:
 def read_commands(text: str) -> list[Command]:
     """List the commands of a script, with variables replaced by the values that the script assigns."""
     text = text.replace("\r\n", "\n").replace("\\\n", " ")
-    text = _SUBSTITUTION.sub("", _SUBSTITUTION.sub("", text))
+    # an empty word: an option whose value a command computes is not a flag
+    text = _SUBSTITUTION.sub('""', _SUBSTITUTION.sub('""', text))
     variables: dict[str, list[str]] = {}
     for name, body in _ARRAY.findall(text):
         variables[name] = _words(body)

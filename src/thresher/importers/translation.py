@@ -234,7 +234,7 @@ class Translation:
         target = rule.targets[0] if rule is not None and rule.targets else None
         is_path = target in ("pretrain", "output_dir", "logging_dir", f"{MODEL}tokenizer_name_or_path")
         self.entries.append(Entry(key, ""))
-        text = f"empty in the script; set `{target}`" if target else "empty in the script"
+        text = "empty in the script, or computed by a command" + (f"; set `{target}`" if target else "")
         self.drop(text, changes_numbers=target is not None and not is_path)
 
     @property
