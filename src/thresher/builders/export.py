@@ -206,7 +206,7 @@ def export_adapter(
     overwrite: bool = False,
     name: str | None = None,
 ) -> list[str]:
-    """Write the adapter of a checkpoint as PEFT does, in fp32 by default, the tokenizer, and as `export_checkpoint`."""
+    """Write the adapter as PEFT does, in fp32 by default, the tokenizer and the model card; return their paths."""
     is_used = check_export(checkpoint, output, trust_remote_code=trust_remote_code, overwrite=overwrite, adapter=True)
     verify(checkpoint)
     path, args = trained_model(checkpoint)

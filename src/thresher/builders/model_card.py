@@ -115,9 +115,10 @@ def model_card(
         pipeline, auto_class = "text-classification", "AutoModelForSequenceClassification"
     elif _is_multimodal(merge_into or base):
         pipeline, auto_class = "image-text-to-text", "AutoModelForImageTextToText"
+    named = hub_name(merge_into or base)
     header: dict[str, Any] = {
-        "base_model": hub_name(merge_into or base),
-        "base_model_relation": None if hub_name(merge_into or base) is None else _relation(adapter_alone),
+        "base_model": named,
+        "base_model_relation": None if named is None else "adapter" if adapter_alone else "finetune",
         "library_name": "peft" if adapter_alone else "transformers",
         "pipeline_tag": pipeline,
         "datasets": _hub_datasets(config) or None,
@@ -180,10 +181,6 @@ def bare_name(value: str, *, is_file: bool = False) -> str:
     if value.startswith("hf://") or (not is_file and hub_name(value) is not None):
         return value
     return re.split(r"[?#]", value)[0].rstrip("/\\").replace("\\", "/").rpartition("/")[2] or "a local file"
-
-
-def _relation(adapter_alone: bool) -> str:
-    return "adapter" if adapter_alone else "finetune"
 
 
 def _hub_datasets(config: Mapping[str, Any]) -> list[str]:

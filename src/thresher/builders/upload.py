@@ -51,7 +51,7 @@ def upload(
         return HfApi(token=token).upload_folder(
             repo_id=name,
             folder_path=directory,
-            allow_patterns=list(files),  # the directory may have other files, which nobody has agreed to publish
+            allow_patterns=list(files),  # the directory may have other files, which must not be published
             commit_message=message,
             revision=revision,
         )

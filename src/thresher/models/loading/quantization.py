@@ -67,7 +67,7 @@ def stored_quantization(path: str) -> Quantization | None:
     try:
         stored = config_of(path).get("quantization_config")
     except (UserError, OSError, ValueError, AttributeError, RecursionError):
-        return None  # whoever loads the model says what is wrong with its files
+        return None  # loading the model reports what is wrong with its files
     if not isinstance(stored, dict) or stored.get("quant_method") != "bitsandbytes":
         return None
     if stored.get("load_in_8bit") or stored.get("_load_in_8bit"):

@@ -70,7 +70,7 @@ def find_weight_files(path: str) -> tuple[Path, ...]:
 
 
 def check_shardable(path: str) -> None:
-    """Reject a model whose tensors cannot be read in slices. Workers download the weights of a Hub name, not this."""
+    """Reject a model whose tensors cannot be read in slices; downloads no weights of a Hub name."""
     reason = None
     if path.endswith(".gguf"):
         reason = "it is a GGUF file; convert it to safetensors"
