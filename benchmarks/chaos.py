@@ -1,13 +1,16 @@
 """Inject faults into runs at random moments, and compare the results with an undisturbed run.
 
-    python benchmarks/chaos.py --faults 52               # the table of docs/internals/reliability-tests.md
+    python benchmarks/chaos.py --faults 52               # on two data-parallel workers of Ray
     python benchmarks/chaos.py --faults 6 --kinds ...    # a few of them, as the tests do
     python benchmarks/chaos.py --faults 27 --nodes --layouts tp pp cp --modes precompute  # across two Ray nodes
+    python benchmarks/chaos.py --faults 80 --runtime torchrun --layouts dp replicas tp pp cp ep zero2 zero3
+    python benchmarks/chaos.py --faults 40 --runtime local
 
-Each run trains on two policy workers and a reference worker in a separate Ray session, and gets a few faults one after
-the other. A killed driver is restarted with the same command. A run must finish; its log with all evaluations and every
-file of its last checkpoint must be bitwise equal to those of the undisturbed run. No step may be logged twice, no more
-steps may be repeated than there are between two checkpoints, and no process may be left behind.
+Each run trains on two policy workers and a reference worker in a separate Ray session, on two ranks of torchrun, or in
+one process, and gets a few faults one after the other. A killed driver is restarted with the same command; torchrun
+restarts ranks. A run must finish; its log with all evaluations and every file of its last checkpoint must be bitwise
+equal to those of the undisturbed run. No step may be logged twice, no more steps may be repeated than there are between
+two checkpoints, and no process may be left behind.
 With --nodes, the workers are on two Ray nodes of this machine; a killed raylet is a lost node, and another one joins.
 If a run gets ENOSPC, its directory is a small separate file system; that needs permission to mount.
 """
@@ -39,8 +42,18 @@ from chaos_nodes import Nodes, two_nodes
 from chaos_run import DISK, ChaosRun, RunFailedError, RunOverError, hooked_environment
 
 MODES = ("precompute", "concurrent")
-# of the two policy workers
-LAYOUTS = {"dp": {}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}, "cp": {"cp_size": 2}}
+# strategy_args of the two policy workers
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {},
+    "replicas": {"strategy_config": {"dp_replicate": 2}},
+    "tp": {"strategy_config": {"tp_size": 2}},
+    "pp": {"strategy_config": {"pp_size": 2}},
+    "cp": {"strategy_config": {"cp_size": 2}},
+    "ep": {"strategy_config": {"ep_size": 2}},  # of a model with experts
+    "zero2": {"strategy_name": "deepspeed_train", "strategy_config": {"zero_stage": 2}},
+    "zero3": {"strategy_name": "deepspeed_train", "strategy_config": {"zero_stage": 3}},
+}
+RUNTIMES = ("local", "torchrun", "ray")
 SAVE_STEPS = 5
 HEARTBEAT_TIMEOUT = 20.0
 # what the driver waits at most for stuck workers to write their stacks, before it reports them
@@ -58,29 +71,36 @@ class Case:
     mode: str
     layout: str
     on_nodes: bool
+    runtime: str = "ray"
 
     def __str__(self) -> str:
-        return f"{self.mode}, {self.layout}{' on two nodes' if self.on_nodes else ''}"
+        return f"{self.runtime}, {self.mode}, {self.layout}{' on two nodes' if self.on_nodes else ''}"
+
+    @property
+    def saves_behind(self) -> bool:
+        """Whether runs save in the background."""
+        return self.mode == "concurrent" or self.runtime == "local"
+
+    def allows(self, kind: str) -> bool:
+        return self.mode in FAULTS[kind].modes and self.runtime in FAULTS[kind].runtimes
 
 
-def write_config(
-    directory: Path, mode: str, model: Path, files: Sequence[Path], layout: str = "dp", **more: Any
-) -> Path:
+def write_config(directory: Path, case: Case, model: Path, files: Sequence[Path], **more: Any) -> Path:
     data = {"template": "raw"}
+    is_alone = case.runtime == "local"
     config = {
-        "pretrain": str(model),
-        "runtime": "ray",
+        "pretrain": str(with_experts(model, directory) if case.layout == "ep" else model),
+        "runtime": case.runtime,
         "pref_loss": "sigmoid",
         "sequence_length": min(256, json.loads((model / "config.json").read_text())["max_position_embeddings"]),
         "save_steps": SAVE_STEPS,
         "eval_steps": 2 * SAVE_STEPS,
         "cache_dir": str(directory / DISK / "cache"),
         "track_with": [],
-        "heartbeat_timeout": HEARTBEAT_TIMEOUT,
-        "async_save": saves_behind(mode),
+        **({} if is_alone else {"heartbeat_timeout": HEARTBEAT_TIMEOUT}),
+        "async_save": case.saves_behind,
         "actor_train": {
-            "num_workers": 2,
-            "strategy_args": {"strategy_config": LAYOUTS[layout]},
+            **({} if is_alone else {"num_workers": 2, "strategy_args": LAYOUTS[case.layout]}),
             "model_args": {"dtype": "fp32"},
             "data_args": {"file_name": str(files[0]), **data},
             "training_args": {
@@ -91,8 +111,8 @@ def write_config(
             },
         },
         "reference": {
-            "mode": mode,
-            "num_workers": 1,
+            "mode": case.mode,
+            **({"num_workers": 1} if case.runtime == "ray" else {}),
             "infer_batch_size": 4,
         },
         "validation": {"data_args": {"file_name": str(files[1]), **data}},
@@ -103,9 +123,22 @@ def write_config(
     return path
 
 
-def saves_behind(mode: str) -> bool:
-    """Return whether runs of this mode save in the background; one of the modes does."""
-    return mode == "concurrent"
+def with_experts(model: Path, directory: Path) -> Path:
+    """Make a small random model with experts and the tokenizer of another model."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    path = directory.parent / "experts"
+    if not path.exists():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512}
+        config = Qwen3MoeConfig(vocab_size=len(tokenizer), **sizes, **heads, **experts)
+        Qwen3MoeForCausalLM(config).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return path
 
 
 def write_pairs(directory: Path) -> list[Path]:
@@ -137,7 +170,7 @@ def disk(directory: Path, *, is_small: bool) -> Iterator[None]:
 
 def undisturbed(config: Path, directory: Path, case: Case) -> dict[str, Any]:
     with nodes_of(case, directory) as nodes:
-        run = ChaosRun(config, directory, nodes)
+        run = ChaosRun(config, directory, case.runtime, nodes)
         run.start()
         run.wait_until(run.is_over, what="the end of the undisturbed run")
     return run.result()
@@ -190,7 +223,11 @@ def check(run: ChaosRun, expected: dict[str, Any], done: Sequence[Done], *, save
         limit = SAVE_STEPS * (2 if "bit-flipped" in each.kind or saves_behind else 1)
         if each.repeated > limit:
             wrong.append(f"{each.repeated} steps were repeated after {each.kind}")
-        if each.kind == STUCK and not (each.detected and each.detected <= HEARTBEAT_TIMEOUT + SECONDS_TO_REPORT):
+        if (
+            each.kind == STUCK
+            and run.runtime == "ray"
+            and not (each.detected and each.detected <= HEARTBEAT_TIMEOUT + SECONDS_TO_REPORT)
+        ):
             wrong.append(f"stuck workers were noticed after {each.detected} s")
     if left := run.left_behind():
         wrong.append(f"processes were left behind: {left}")
@@ -224,12 +261,12 @@ def table(done: Sequence[Done], failed: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def draw_kinds(left: list[str], mode: str, most: int) -> list[str]:
-    """Remove up to `most` faults from `left` that are possible in this reference mode, and return them."""
+def draw_kinds(left: list[str], most: int) -> list[str]:
+    """Remove up to `most` faults from `left`, and return them; only one of them is early."""
     chosen: list[str] = []
     for kind in list(left):
         is_second_early = FAULTS[kind].is_early and any(FAULTS[each].is_early for each in chosen)
-        if len(chosen) < most and mode in FAULTS[kind].modes and not is_second_early:
+        if len(chosen) < most and not is_second_early:
             chosen.append(kind)
             left.remove(kind)
     return chosen
@@ -242,7 +279,10 @@ def parse_arguments() -> argparse.Namespace:
         "--kinds", nargs="+", choices=FAULTS, help="only these faults; ENOSPC needs permission to mount"
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="reference modes")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=("dp",), help="axes of the two workers")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, default=("dp",), help="meshes or engines of two workers"
+    )
+    parser.add_argument("--runtime", choices=RUNTIMES, default="ray")
     parser.add_argument("--nodes", action="store_true", help="two Ray nodes, with one worker each")
     parser.add_argument("--faults-per-run", type=int, default=5, help="maximum number of faults of a run")
     parser.add_argument("--steps", type=int, default=60, help="steps per run")
@@ -250,19 +290,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--pairs", type=Path, nargs=2, metavar=("TRAIN", "VALIDATION"))
     given = parser.parse_args()
-    if never := [kind for kind in given.kinds or () if not set(FAULTS[kind].modes) & set(given.modes)]:
-        parser.error(f"{never[0]!r} is not possible with reference mode {' or '.join(given.modes)}")
+    if given.runtime != "ray":  # the reference is scored on the policy's mesh
+        given.modes = ("precompute",)
+    if never := [kind for kind in given.kinds or () if not any(case.allows(kind) for case in cases_of(given))]:
+        parser.error(f"{never[0]!r} is not possible with {' or '.join(map(str, cases_of(given)))}")
     return given
+
+
+def cases_of(given: argparse.Namespace) -> list[Case]:
+    layouts = given.layouts if given.runtime != "local" else ("one process",)
+    return [Case(mode, layout, given.nodes, given.runtime) for mode in given.modes for layout in layouts]
 
 
 def draw_faults(given: argparse.Namespace, cases: Sequence[Case], draw: random.Random) -> dict[Case, list[str]]:
     """Distribute the faults over the cases, so that each kind meets as many of them as possible."""
     default = ON_NODES if given.nodes else FAULTS
-    kinds = given.kinds or [kind for kind in default if set(FAULTS[kind].modes) & set(given.modes)]
+    kinds = given.kinds or [kind for kind in default if any(case.allows(kind) for case in cases)]
     left: dict[Case, list[str]] = {case: [] for case in cases}
     numbers = dict.fromkeys(kinds, 0)
     for kind in itertools.islice(itertools.cycle(kinds), given.faults):
-        possible = [case for case in cases if case.mode in FAULTS[kind].modes]
+        possible = [case for case in cases if case.allows(kind)]
         left[possible[numbers[kind] % len(possible)]].append(kind)
         numbers[kind] += 1
     for each in left.values():
@@ -291,11 +338,11 @@ def run_once(
     draw: random.Random,
 ) -> None:
     """Make one run with the next faults of its case, and compare it with the undisturbed one."""
-    chosen = draw_kinds(left, case.mode, given.faults_per_run)
+    chosen = draw_kinds(left, given.faults_per_run)
     with nodes_of(case, directory) as nodes:
-        run = ChaosRun(config, directory, nodes)
+        run = ChaosRun(config, directory, case.runtime, nodes)
         own, failure = disturbed(run, chosen, given.steps, draw)
-        problems = [failure] if failure else check(run, expected, own, saves_behind=saves_behind(case.mode))
+        problems = [failure] if failure else check(run, expected, own, saves_behind=case.saves_behind)
         if failure:
             results.failed.append(failure.partition(":")[0])
             print((directory / "printed.txt").read_text()[-3000:])
@@ -311,14 +358,14 @@ def run_once(
 def main() -> int:
     given = parse_arguments()
     draw, results, started = random.Random(given.seed), Results(), time.monotonic()
-    cases = [Case(mode, layout, given.nodes) for mode in given.modes for layout in given.layouts]
+    cases = cases_of(given)
     left = draw_faults(given, cases, draw)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         root = Path(name)
         files = given.pairs or write_pairs(root)
 
         def configured(directory: Path, case: Case) -> Path:
-            return write_config(directory, case.mode, given.model, files, case.layout, max_steps=given.steps)
+            return write_config(directory, case, given.model, files, max_steps=given.steps)
 
         expected = {}
         for number, case in enumerate(cases):

@@ -7,17 +7,19 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_run import ChaosRun, RunOverError
+from chaos_run import ChaosRun, RunFailedError, RunOverError
 
 POLICY, REFERENCE = "actor_train", "reference"
 STUCK = "stuck in a collective"
 # faults hit at any point of a step, of an evaluation, or between them
 LONGEST_DELAY = 0.3
+LONGEST_PAUSE, SECONDS_TO_STOP = 5.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,13 @@ class Done:
 class Fault:
     """One kind of fault. `act` injects it, restarts a killed driver, and returns.
 
-    modes: the reference modes in which it is possible. is_early: it hits before the first step, so it must be ordered
-    before the run starts. is_fatal: the run must restart.
+    modes, runtimes: the reference modes and the runtimes in which it is possible. is_early: it hits before the first
+    step, so it must be ordered before the run starts. is_fatal: the run must restart.
     """
 
     act: Callable[[ChaosRun, random.Random], None]
     modes: tuple[str, ...] = ("precompute", "concurrent")
+    runtimes: tuple[str, ...] = ("local", "torchrun", "ray")
     is_early: bool = False
     is_fatal: bool = True
 
@@ -80,6 +83,33 @@ def _signal(name: str, number: int) -> Callable[[ChaosRun, random.Random], None]
         os.kill(draw.choice(victims), number)
 
     return act
+
+
+def stop_driver(run: ChaosRun, draw: random.Random) -> None:
+    """Ask the run to stop, as schedulers do, and start it again."""
+    assert run.driver is not None
+    run.processes()
+    run.struck = time.monotonic()
+    run.driver.send_signal(draw.choice([signal.SIGTERM, signal.SIGINT]))
+    try:
+        run.driver.wait(SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        raise RunFailedError(f"has not stopped {SECONDS_TO_STOP} s after a signal; see {run.directory}") from None
+    if run.driver.returncode == 0:
+        raise RunOverError
+    run.start()
+
+
+def suspend(run: ChaosRun, draw: random.Random) -> None:
+    """Stop all processes of the run for a moment, as a laptop or a virtual machine does."""
+    pids = [pid for pid in run.processes() if pid != os.getpid()]
+    run.struck = time.monotonic()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            time.sleep(draw.uniform(0.5, LONGEST_PAUSE))
 
 
 def kill_raylet(run: ChaosRun, draw: random.Random) -> None:
@@ -166,17 +196,23 @@ def spoil_checkpoint(run: ChaosRun, draw: random.Random) -> None:
 
 
 def fill_disk(run: ChaosRun, draw: random.Random) -> None:
-    """Fill the file system of the run until a write fails, and a little longer."""
-    filler, printed = run.disk / "filler", run.directory / "printed.txt"
+    """Fill the file system of the run until a write fails, and a little longer; start a run that has ended again."""
+    assert run.driver is not None
+    driver, filler, printed = run.driver, run.disk / "filler", run.directory / "printed.txt"
     size_before = printed.stat().st_size
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
         while True:
             stream.write(bytes(4096))
     try:
-        run.wait_until(lambda: b"could not" in printed.read_bytes()[size_before:], what="an error about the full disk")
+        run.wait_until(
+            lambda: b"could not" in printed.read_bytes()[size_before:] or driver.poll(),
+            what="an error about the full disk",
+        )
         time.sleep(draw.uniform(0, 3))
     finally:
         filler.unlink()
+    if driver.poll():
+        run.start()
 
 
 def slow_disk(run: ChaosRun, draw: random.Random) -> None:
@@ -199,14 +235,17 @@ ON_NODES = (
     "SIGKILL during the rename of a checkpoint",
     "truncated or bit-flipped checkpoint (and SIGKILL the driver)",
 )
+SEVERAL, RAY = ("torchrun", "ray"), ("ray",)
 FAULTS = {
-    "SIGKILL a policy worker": Fault(_signal(POLICY, signal.SIGKILL)),
-    "SIGKILL a reference worker": Fault(_signal(REFERENCE, signal.SIGKILL), modes=("concurrent",)),
+    "SIGKILL a policy worker": Fault(_signal(POLICY, signal.SIGKILL), runtimes=SEVERAL),
+    "SIGKILL a reference worker": Fault(_signal(REFERENCE, signal.SIGKILL), modes=("concurrent",), runtimes=RAY),
     "SIGKILL the driver": Fault(kill_driver),
-    "SIGKILL a raylet": Fault(kill_raylet),
-    "SIGSTOP a policy worker": Fault(_signal(POLICY, signal.SIGSTOP)),
-    "SIGSTOP a reference worker": Fault(_signal(REFERENCE, signal.SIGSTOP), modes=("concurrent",)),
-    STUCK: Fault(stall_in_collective),
+    "SIGTERM or SIGINT, and the same command again": Fault(stop_driver),
+    "SIGKILL a raylet": Fault(kill_raylet, runtimes=RAY),
+    "SIGSTOP a policy worker": Fault(_signal(POLICY, signal.SIGSTOP), runtimes=SEVERAL),
+    "SIGSTOP a reference worker": Fault(_signal(REFERENCE, signal.SIGSTOP), modes=("concurrent",), runtimes=RAY),
+    "SIGSTOP and SIGCONT of all processes": Fault(suspend, is_fatal=False),
+    STUCK: Fault(stall_in_collective, runtimes=SEVERAL),
     "SIGKILL during the write of a checkpoint": Fault(_order_kill("fsync", "/checkpoints/.staging-")),
     "SIGKILL during the rename of a checkpoint": Fault(_order_kill("rename", "/checkpoints/step-")),
     "SIGKILL during precompute": Fault(_order_kill("rename", "/cache/"), modes=("precompute",), is_early=True),

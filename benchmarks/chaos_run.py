@@ -22,6 +22,9 @@ HOOK = Path(__file__).resolve().parent / "chaos_hook"
 # metrics that depend on the clock or the process, and not on the numbers of a run
 NOT_REPEATABLE = ("time/", "memory/", "pairs_per_second", "useful_tokens_per_second")
 WORKERS = ("ray::ActorWorker", "ray::ReferenceWorker")
+# torchrun looks at its ranks every tenth of a second; it restarts all of them as often as they fail
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=100"]
+TORCHRUN += ["--monitor-interval=0.1"]
 SECONDS_TO_RECOVER = 240.0
 SECONDS_TO_EXIT = 60.0
 
@@ -45,11 +48,13 @@ class Process(NamedTuple):
 class ChaosRun:
     """`thresher train` in separate processes; code that kills the driver restarts it with the same command.
 
-    nodes: the nodes that its workers run on; without them, the driver starts Ray.
+    runtime: local, where the driver is the only process; torchrun, which starts failed ranks again by itself; or ray.
+    nodes: the nodes that workers of Ray run on; without them, the driver starts Ray.
     """
 
     config: Path
     directory: Path
+    runtime: str = "ray"
     nodes: Nodes | None = None
     driver: subprocess.Popen[bytes] | None = None
     highest: int = 0
@@ -74,9 +79,11 @@ class ChaosRun:
         self.orders.mkdir(exist_ok=True)
         environment = os.environ | hooked_environment(self.directory)
         address = [] if self.nodes is None else [f"ray_address={self.nodes.address}"]
+        launcher = TORCHRUN if self.runtime == "torchrun" else []
+        train = ["-m", "thresher", "train", str(self.config), f"output_dir={self.output}", *address]
         with (self.directory / "printed.txt").open("ab") as printed:
             self.driver = subprocess.Popen(
-                [sys.executable, "-m", "thresher", "train", str(self.config), f"output_dir={self.output}", *address],
+                [sys.executable, *launcher, *train],
                 env=environment,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -95,7 +102,9 @@ class ChaosRun:
         return found
 
     def workers(self, role: str) -> list[int]:
-        """Return the live workers of a role as their logs name them."""
+        """Return the live workers of a role: the ranks of torchrun, or those of Ray as their logs name them."""
+        if self.runtime != "ray":
+            return [pid for pid in self.processes() if "LOCAL_RANK" in environment_of(pid)]
         alive = set(self.processes("ray::"))
         logs = sorted((self.output / "logs" / "workers").glob(f"{role}-[0-9]*.log"))
         named = [re.findall(r"worker \d+ of \d+, process (\d+) on ", log.read_text()) for log in logs]
@@ -149,7 +158,7 @@ class ChaosRun:
         deadline = time.monotonic() + SECONDS_TO_RECOVER
         while not reached():
             assert self.driver is not None
-            if self.driver.poll() not in (None, 0):
+            if self.driver.poll() not in (None, 0) and not reached():
                 raise RunFailedError(
                     f"exited with {self.driver.returncode} while waiting for {what}; see {self.directory}"
                 )
@@ -181,6 +190,15 @@ class ChaosRun:
             if path.is_file() and path.name not in ("config.json", "manifest.json")  # both contain paths
         }
         return {"log": records, "checkpoint": newest.name, "files": files}
+
+
+def environment_of(pid: int) -> set[str]:
+    """Return the names of the variables that a process was started with; none if it has exited."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return set()
+    return {each.partition(b"=")[0].decode(errors="replace") for each in content.split(b"\0")}
 
 
 def orders_of(directory: Path) -> Path:

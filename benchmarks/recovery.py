@@ -24,7 +24,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from chaos import MODEL, disk, end, write_config, write_pairs
+from chaos import MODEL, Case, disk, end, write_config, write_pairs
 from chaos_run import ChaosRun
 
 PHASES = (
@@ -74,7 +74,7 @@ def measure(root: Path, kills: int, model: Path) -> list[dict[str, float]]:
     draw = random.Random(0)
     with disk(root, is_small=False):
         more = {"max_steps": ENOUGH_STEPS, "save_steps": SAVE_STEPS, "eval_steps": 0}
-        config = write_config(root, "precompute", model, write_pairs(root), **more)
+        config = write_config(root, Case("precompute", "dp", on_nodes=False), model, write_pairs(root), **more)
         run = ChaosRun(config, root)
         run.start()
         try:
