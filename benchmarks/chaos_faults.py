@@ -196,7 +196,7 @@ def spoil_checkpoint(run: ChaosRun, draw: random.Random) -> None:
 
 
 def fill_disk(run: ChaosRun, draw: random.Random) -> None:
-    """Fill the file system of the run until a write fails, and a little longer; start a run that has ended again."""
+    """Fill the file system of the run until a write fails, and a little longer; start a single process again."""
     assert run.driver is not None
     driver, filler, printed = run.driver, run.disk / "filler", run.directory / "printed.txt"
     size_before = printed.stat().st_size
@@ -211,7 +211,8 @@ def fill_disk(run: ChaosRun, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 3))
     finally:
         filler.unlink()
-    if driver.poll():
+    if run.runtime == "local":
+        driver.wait(SECONDS_TO_STOP)  # one process does not restart itself
         run.start()
 
 
