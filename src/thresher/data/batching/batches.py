@@ -149,7 +149,7 @@ def most_bins(tokens: Indices, assigned: npt.NDArray[np.int32], budget: int) -> 
     """
     # two bins of a rank hold more than the budget together, so k bins hold more than k / 2 budgets
     totals = np.bincount(assigned, weights=np.minimum(tokens, budget)).astype(np.int64)
-    least = -(-int(totals.max()) // budget)
+    least = max(1, -(-int(totals.max()) // budget))
     may_have_more = 2 * totals >= (least + 1) * budget
     if not may_have_more.any():
         return least

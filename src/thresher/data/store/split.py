@@ -46,7 +46,7 @@ class Split:
         found, start = list[tuple[int, Ids]](), 0
         for hashes in prompt_hashes:
             keys = _mix(hashes.view("<u8")[::2], self.seed)
-            least = int(keys.min())
+            least = int(keys.min(initial=2**64 - 1))
             found.append((least, start + np.flatnonzero(keys <= np.uint64(max(limit, least)))))
             start += len(keys)
         limit = max(limit, min(least for least, _ in found))

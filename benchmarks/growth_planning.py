@@ -1,0 +1,133 @@
+"""Measure what planning costs as ranks and pairs grow: the split of a step, and a store with a held-out split.
+
+python benchmarks/growth_planning.py ranks [--pairs 100000000] [--all-ranks]
+python benchmarks/growth_planning.py store [--pairs 1000000 10000000 100000000] [--share 0.01]
+
+`ranks`: CPU milliseconds per rank and step to find the pairs of the step, read their lengths from a memory map, assign
+them to ranks, bin one's own and count the micro-batches of all. --all-ranks bins those of all ranks instead, as earlier
+versions did. `store`: seconds and memory of a process that opens a synthetic store and both sides of its split, the
+first time and again. Its shards repeat every 10 million pairs, so that 100 million take 2 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from plan import write_lengths
+from resident import kilobytes
+
+from thresher.data.batching.batches import CostModel, MicroBatching
+from thresher.data.batching.plan import Plan
+from thresher.data.store.reader import FORMAT_VERSION, ROWS_PER_RECORD_BATCH, SCHEMA, ExampleStore
+
+RANKS = ((128, 64), (1024, 4), (2048, 4), (16384, 4))  # and pairs per rank
+BUDGETS = (4096, 600)  # tokens of a micro-batch: one for the pairs of a rank, and two or three
+PAIRS_PER_SHARD, DISTINCT_SHARDS = 500 * ROWS_PER_RECORD_BATCH, 20
+
+
+def measure_ranks(num_pairs: int, steps: int, *, all_ranks: bool) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "lengths.npy"
+        write_lengths(path, num_pairs, 2)
+        lengths = np.load(path, mmap_mode="r")
+        costs = CostModel(1 / (6 * 4096), shares_prompt=True)
+        for num_ranks, pairs_per_rank in RANKS:
+            plan = Plan(num_pairs, seed=0, pairs_per_step=num_ranks * pairs_per_rank, num_steps=2 * steps)
+            for budget in BUDGETS:
+                batching, seconds = MicroBatching(lengths, costs, max_tokens=budget), []
+                for step in range(2 * steps):
+                    started = time.process_time()
+                    ids = plan.pair_ids(step)
+                    if all_ranks:
+                        most = max(map(len, batching.split_ranks(ids, range(num_ranks), num_ranks)))
+                    else:
+                        most = len(batching.split_in_lockstep(ids, step % num_ranks, num_ranks))
+                    seconds.append(time.process_time() - started)
+                low, middle, high = np.percentile(seconds[steps:], [25, 50, 75]) * 1e3  # pages of the map are resident
+                print(
+                    f"{num_ranks:,} ranks x {pairs_per_rank} pairs, {budget} tokens, {most} micro-batches: "
+                    f"{middle:.1f} ms (quartiles {low:.1f}-{high:.1f})",
+                    flush=True,
+                )
+
+
+def write_store(path: Path, num_pairs: int) -> None:
+    """Write a store of pairs of six tokens with random hashes."""
+    (path / "shards").mkdir(parents=True)
+    draw, rows = np.random.default_rng(0), ROWS_PER_RECORD_BATCH
+    shards = [path / "shards" / f"{number:05d}.arrow" for number in range(DISTINCT_SHARDS)]
+    tokens = pa.ListArray.from_arrays(np.arange(0, 2 * rows + 1, 2, dtype=np.int32), np.zeros(2 * rows, np.int32))
+    ones = pa.array(np.ones(rows, np.float32))
+    for shard in shards[: -(-num_pairs // PAIRS_PER_SHARD)]:
+        with pa.ipc.new_file(str(shard), SCHEMA) as writer:
+            for _ in range(PAIRS_PER_SHARD // rows):
+                hashes = [pa.Array.from_buffers(pa.binary(16), rows, [None, pa.py_buffer(draw.bytes(16 * rows))])] * 2
+                lists = [tokens.cast(field.type) for field in list(SCHEMA)[:3]]
+                masks = [pa.nulls(rows, field.type) for field in list(SCHEMA)[3:5]]
+                writer.write_batch(pa.RecordBatch.from_arrays([*lists, *masks, ones, ones, *hashes], schema=SCHEMA))
+    lengths = np.memmap(path / "lengths.bin", "<u4", "w+", shape=(num_pairs, 3))
+    for start in range(0, num_pairs, 1 << 20):
+        lengths[start : start + (1 << 20)] = 2
+    num_shards = num_pairs // PAIRS_PER_SHARD
+    names = [shards[number % DISTINCT_SHARDS] for number in range(num_shards)]
+    entries = [
+        {"name": f"shards/{each.name}", "size": each.stat().st_size, "sha256": "", "num_pairs": PAIRS_PER_SHARD}
+        for each in names
+    ]
+    index = {"name": "lengths.bin", "size": (path / "lengths.bin").stat().st_size, "sha256": "", "num_pairs": 0}
+    manifest = {"format_version": FORMAT_VERSION, "shards": entries, "indexes": [index], "longest_pair": 4}
+    manifest |= {"content_digest": str(num_pairs), "identity": "", "columns_in_use": []}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def open_store(path: Path, share: float) -> None:
+    """Open a store and its split, in a process of its own."""
+    before, started = kilobytes("RssAnon"), time.perf_counter()
+    train, held_out = ExampleStore.open(path).split(share, 0, path / "splits")
+    seconds, private = time.perf_counter() - started, (kilobytes("RssAnon") - before) / 1024
+    draw = np.random.default_rng(0)
+    started = time.perf_counter()
+    train.lengths.take(draw.integers(0, len(train), 65_536))
+    of_step = (time.perf_counter() - started) * 1e3
+    started = time.perf_counter()
+    train.read(draw.integers(0, len(train), 1000))
+    of_pair = time.perf_counter() - started
+    print(
+        f"{len(train):,} + {len(held_out):,}: {seconds:.2f} s, {private:.0f} MB private; lengths of 65,536 pairs "
+        f"{of_step:.0f} ms, tokens of a pair {of_pair:.2f} ms"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["ranks", "store", "open"])
+    parser.add_argument("--pairs", type=int, nargs="+")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--all-ranks", action="store_true")
+    parser.add_argument("--share", type=float, default=0.01)
+    parser.add_argument("--path", type=Path)
+    args = parser.parse_args()
+    if args.what == "ranks":
+        measure_ranks((args.pairs or [100_000_000])[0], args.steps, all_ranks=args.all_ranks)
+    elif args.what == "open":
+        open_store(args.path, args.share)
+    else:
+        for num_pairs in args.pairs or (1_000_000, 10_000_000, 100_000_000):
+            with tempfile.TemporaryDirectory() as directory:
+                path = Path(directory) / "store"
+                write_store(path, -(-num_pairs // PAIRS_PER_SHARD) * PAIRS_PER_SHARD)
+                command = [sys.executable, __file__, "open", "--path", str(path), "--share", str(args.share)]
+                for _ in range(2):
+                    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()
