@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from transformers.initialization import no_init_weights
 
 from thresher.builders.hardware import COMPUTE_RATES, Hardware
@@ -17,7 +16,7 @@ from thresher.builders.reference_mode import reference_has_workers
 from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel, num_sequences
-from thresher.data.store.split import Lengths, in_blocks
+from thresher.data.store.split import Lengths, in_blocks, longest_sequences
 from thresher.engines.native.build import axis_sizes
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
@@ -52,7 +51,7 @@ class BudgetChoice:
             if layout.needs_pair_attention:
                 tokens = costs.tokens(block)
             else:
-                tokens = num_sequences(block) * (block[:, 0].astype(np.int64) + block[:, 1:].max(axis=1))
+                tokens = num_sequences(block) * longest_sequences(block)
             longest, total = max(longest, int(tokens.max())), total + int(tokens.sum())
         pairs_per_rank = pairs_per_step / processes[0].dims.num_data_ranks
         return cls(processes, longest, pairs_per_rank * (total / len(lengths)))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.data.batching.plan import PairIds
-from thresher.data.store.reader import Lengths
+from thresher.data.store.split import Lengths, longest_sequences
 
 Indices = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
@@ -60,13 +60,6 @@ def num_sequences(lengths: Lengths) -> Indices:
     """Return the number of responses of each example: its rows in a padded batch."""
     counts: Indices = (np.ascontiguousarray(lengths.T[1:]) > 0).sum(axis=0, dtype=np.int64)
     return counts
-
-
-def _widths(lengths: Lengths) -> Indices:
-    """Return the tokens of each example's longest sequence: its prompt with its longest response."""
-    prompt, *responses = np.ascontiguousarray(lengths.T)
-    widths: Indices = prompt.astype(np.int64) + np.max(responses, axis=0)
-    return widths
 
 
 def assign_ranks(costs: Costs, num_ranks: int) -> npt.NDArray[np.int32]:
@@ -250,12 +243,14 @@ class MicroBatching:
             return 1 if self.max_tokens is None else most_bins(of_each(self.costs.tokens), assigned, self.max_tokens)
         if self.max_tokens is None:
             return -(-int(np.bincount(assigned).max()) // self.max_pairs)
-        return most_padded_batches(of_each(_widths), of_each(num_sequences), assigned, self.max_pairs, self.max_tokens)
+        return most_padded_batches(
+            of_each(longest_sequences), of_each(num_sequences), assigned, self.max_pairs, self.max_tokens
+        )
 
     def _split_padded(self, pair_ids: PairIds, max_pairs: int, max_tokens: int) -> list[PairIds]:
         """Fill padded batches from the longest pair down, so pairs of similar length share a batch."""
         lengths = self.lengths[pair_ids]
-        widths = _widths(lengths)
+        widths = longest_sequences(lengths)
         order = np.argsort(-widths, kind="stable")
         rows = np.cumsum(num_sequences(lengths)[order])
         batches, start = [], 0
@@ -345,7 +340,7 @@ class ScoringBatching:
         if self.costs is not None:
             tokens = np.add.reduceat(self.costs.tokens(lengths), starts)
         else:
-            widths = _widths(lengths)
+            widths = longest_sequences(lengths)
             tokens = np.add.reduceat(num_sequences(lengths), starts) * np.maximum.reduceat(widths, starts)
         is_too_large: npt.NDArray[np.bool_] = (tokens > self.max_tokens) & (sizes > 1)
         return is_too_large

@@ -32,6 +32,8 @@ HASH_BYTES = 16
 # each mapped shard uses a file descriptor, of which 1024 is a common limit, and a run maps the shards of the training
 # store, the validation store and the reference cache
 MAX_OPEN_SHARDS = 256
+# a view of a record batch takes 7 kB; of a shard, at least so many are kept
+_MAX_VIEWS, _VIEWS_PER_SHARD = 8192, 16
 
 _TOKEN_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
 _MASK = pa.list_(pa.field("item", pa.bool_(), nullable=False))
@@ -121,8 +123,11 @@ class _ResponsesView:
 class StoreShard:
     """One memory-mapped Arrow file; each record batch but the last holds `ROWS_PER_RECORD_BATCH` examples."""
 
-    def __init__(self, path: Path, kind: StoredKind = "pairs", extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path, kind: StoredKind = "pairs", extra: Sequence[str] = (), max_views: int = _MAX_VIEWS
+    ) -> None:
         self._path = path
+        self._max_views = max_views
         self._view = _PairsView if kind_of(kind) == "pairs" else _ResponsesView
         with self._reading():
             self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -133,6 +138,8 @@ class StoreShard:
     def example(self, row: int) -> Example:
         number, row = divmod(row, ROWS_PER_RECORD_BATCH)
         if number not in self._batches:
+            if len(self._batches) >= self._max_views:
+                del self._batches[next(iter(self._batches))]
             with self._reading():
                 self._batches[number] = self._view(self._batch(number, check_offsets=True))
         try:
@@ -218,8 +225,9 @@ class ExampleStore:
         self.num_responses = int(manifest.get("num_responses", 2))  #: of the example with most
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
         self.extra_columns = tuple(manifest.get("extra_columns", ()))
+        max_views = max(_VIEWS_PER_SHARD, _MAX_VIEWS // len(files))
         self._shard = lru_cache(MAX_OPEN_SHARDS)(
-            lambda number: StoreShard(path / files[number].name, stored_kind, self.extra_columns)
+            lambda number: StoreShard(path / files[number].name, stored_kind, self.extra_columns, max_views)
         )
         self.digest = str(manifest["content_digest"])  #: of all examples in order, independent of the shard size
         self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings

@@ -74,7 +74,7 @@ class SplitRows:
         """Compute what is kept of the held-out rows of a store with these lengths."""
         num_pairs, longest, start = len(lengths), [0, 0], 0
         for block in in_blocks(lengths):
-            tokens = block[:, 0] + block[:, 1:].max(axis=1)
+            tokens = longest_sequences(block)
             first, last = np.searchsorted(held_out, [start, start + len(block)])
             here = held_out[first:last] - start
             longest[1] = max(longest[1], int(tokens[here].max(initial=0)))
@@ -172,6 +172,13 @@ class IndexedLengths:
 
     def __array__(self, *_: Any, **__: Any) -> Lengths:
         return self[:]
+
+
+def longest_sequences(lengths: Lengths) -> Ids:
+    """Return the tokens of each example's longest sequence: its prompt with its longest response."""
+    prompt, *responses = np.ascontiguousarray(lengths.T)
+    tokens: Ids = prompt.astype(np.int64) + np.max(responses, axis=0)
+    return tokens
 
 
 def in_blocks(lengths: Lengths) -> Iterator[Lengths]:
