@@ -1,13 +1,15 @@
 """Measure what planning costs as ranks and pairs grow: the split of a step, and a store with a held-out split.
 
-python benchmarks/growth_planning.py ranks [--pairs 100000000] [--all-ranks]
-python benchmarks/growth_planning.py store [--pairs 1000000 10000000 100000000] [--share 0.01]
+PYTHONPATH=. python benchmarks/growth_planning.py ranks [--pairs 100000000] [--all-ranks]
+PYTHONPATH=. python benchmarks/growth_planning.py store [--pairs 1000000 10000000 100000000] [--share 0.01]
+PYTHONPATH=. python benchmarks/growth_planning.py thread
 
 `ranks`: CPU milliseconds per rank and step to find the pairs of the step, read their lengths from a memory map, assign
 them to ranks, bin one's own and count the micro-batches of all. --all-ranks bins those of all ranks instead, as earlier
 versions did. `store`: seconds and memory of a process that opens a synthetic store and both sides of its split, the
 first time and again. Its shards repeat every 10 million pairs, and its file of lengths is sparse, so that any size
-takes 1 GB of disk.
+takes 1 GB of disk. `thread`: blocks of steps of a tiny model that read the next step in a thread
+take turns with blocks that do not; cached reference, one process.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ import pyarrow as pa
 from plan import write_lengths
 from resident import kilobytes
 
+from tests.support.tiny_llama import VOCAB, save_tiny_llama
+from tests.support.tiny_run import build_run
 from thresher.data.batching.batches import CostModel, MicroBatching
 from thresher.data.batching.plan import Plan
+from thresher.data.example import Example
+from thresher.data.store.arrow_schema import hash_example, pairs_to_record_batch
 from thresher.data.store.reader import FORMAT_VERSION, LENGTH_DTYPE, ROWS_PER_RECORD_BATCH, SCHEMA, ExampleStore
+from thresher.data.store.writer import StoreWriter
 
 RANKS = ((128, 64), (1024, 4), (2048, 4), (16384, 4))  # and pairs per rank
 BUDGETS = (4096, 600)  # tokens of a micro-batch: one for the pairs of a rank, and two or three
@@ -106,9 +113,45 @@ def open_store(path: Path, share: float) -> None:
     )
 
 
+def compare_blocks(steps: int, pairs_per_step: int = 64, rounds: int = 12) -> None:
+    draw = np.random.default_rng(0)
+    rows = [[draw.integers(4, VOCAB, size).astype(np.int32) for size in (120, 60, 60)] for _ in range(2000)]
+    pairs = [Example.pair(*row) for row in rows]
+    waits, seconds = dict[bool, list[float]](), dict[bool, list[float]]()
+    with tempfile.TemporaryDirectory() as directory:
+        with StoreWriter(Path(directory) / "store", 1 << 16) as writer:
+            writer.append(pairs_to_record_batch(pairs, [hash_example(pair) for pair in pairs]))
+            writer.finish({"identity": "steps"})
+        model, num_steps = save_tiny_llama(Path(directory) / "model", 0), steps * rounds
+        values = {
+            "pretrain": str(model),
+            "max_steps": num_steps,
+            "num_train_epochs": 1000,
+            "reference": {"mode": "precompute", "cache_dir": f"{directory}/cache"},
+            "actor_train": {
+                "model_args": {"dtype": "fp32"},
+                "training_args": {"per_device_train_batch_size": pairs_per_step, "max_tokens_per_micro_batch": 4096},
+            },
+        }
+        trainers = {}
+        for in_thread in (True, False):
+            store = ExampleStore.open(Path(directory) / "store")
+            trainers[in_thread] = build_run(values | {"output_dir": f"{directory}/{in_thread}"}, store).trainer
+        trainers[False]._ahead.start = lambda step: None  # type: ignore[method-assign]
+        for number in range(1, rounds + 1):
+            for in_thread in (True, False) if number % 2 else (False, True):
+                records = [metrics for _, metrics in trainers[in_thread].run(number * steps)]
+                for found, name in ((seconds, "time/step"), (waits, "time/wait_reference")):
+                    found.setdefault(in_thread, []).append(float(np.median([each[name] for each in records])))
+    ratio = np.median(np.array(seconds[True][1:]) / np.array(seconds[False][1:]))
+    for name, each in (("step", seconds), ("wait for pairs and cached logps", waits)):
+        print(f"{name}: {np.median(each[False]) * 1e3:.2f} ms, with the thread {np.median(each[True]) * 1e3:.2f} ms")
+    print(f"step with the thread / without, median of {rounds - 1} turns: {ratio:.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["ranks", "store", "open"])
+    parser.add_argument("what", choices=["ranks", "store", "thread", "open"])
     parser.add_argument("--pairs", type=int, nargs="+")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--all-ranks", action="store_true")
@@ -117,6 +160,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "ranks":
         measure_ranks((args.pairs or [100_000_000])[0], args.steps, all_ranks=args.all_ranks)
+    elif args.what == "thread":
+        compare_blocks(args.steps)
     elif args.what == "open":
         open_store(args.path, args.share)
     else:
