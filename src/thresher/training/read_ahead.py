@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ class ReadAhead(Generic[Step]):
 
     def __init__(self, read: Callable[[int], Step], device: torch.device) -> None:
         self._read, self._device = read, device
+        self._thread: ThreadPoolExecutor | None = None
         self._next: tuple[int, Future[Step]] | None = None
 
     def take(self, step: int) -> Step:
@@ -31,14 +32,15 @@ class ReadAhead(Generic[Step]):
 
     def start(self, step: int) -> None:
         """Start to read a step."""
-        thread = ThreadPoolExecutor(1, "read-ahead", initializer=self._choose_device)
-        self._next = step, thread.submit(self._read, step)
-        thread.shutdown(wait=False)
+        self._thread = ThreadPoolExecutor(1, "read-ahead", initializer=self._choose_device)
+        self._next = step, self._thread.submit(self._read, step)
+        self._thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait until the thread has ended; its step is kept."""
-        if self._next is not None:
-            wait([self._next[1]])
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
     def _choose_device(self) -> None:
         if self._device.type == "cuda":  # a new thread would pin memory, and copy it, for the first GPU

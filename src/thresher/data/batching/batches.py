@@ -8,9 +8,8 @@ dimensions, not measured.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +31,20 @@ class CostModel:
 
     def tokens(self, lengths: Lengths) -> Indices:
         """Return the tokens that each example has in a packed row; the last token of a response is not an input."""
-        count, total, _ = _sums(lengths)
-        tokens: Indices = self._tokens(lengths[:, 0], count, total).astype(np.int64)
-        return tokens
+        return self.measure(lengths)[0]
 
     def costs(self, lengths: Lengths) -> Costs:
         """Return the cost of the linear layers plus causal attention, half a square per sequence."""
+        return self.measure(lengths)[1]
+
+    def measure(self, lengths: Lengths) -> tuple[Indices, Costs]:
+        """Return `tokens` and `costs`."""
         prompt = lengths[:, 0].astype(np.float64)
         count, total, squares = _sums(lengths)
+        tokens = prompt * (1 if self.shares_prompt else count) + total - count
         # the squares of prompt + response, of which a shared prompt's is computed once
         squares += prompt * (2 * total + prompt * (1 if self.shares_prompt else count))
-        return self.attention_per_key / 2 * squares + self._tokens(prompt, count, total)
-
-    def _tokens(self, prompt: npt.NDArray[Any], count: Costs, total: Costs) -> Costs:
-        return prompt * (1 if self.shares_prompt else count) + total - count
+        return tokens.astype(np.int64), self.attention_per_key / 2 * squares + tokens
 
 
 def _sums(lengths: Lengths) -> tuple[Costs, Costs, Costs]:
@@ -204,15 +203,15 @@ class MicroBatching:
         """
         if num_ranks == 1:
             return self._split_rank(pair_ids)
-        assigned, blocks = self._assign(pair_ids, num_ranks)
+        blocks, tokens, assigned = self._assign(pair_ids, num_ranks)
         own = self._split_rank(pair_ids[assigned == rank])
-        return [*own, *[pair_ids[:0]] * (self._count_most(blocks, assigned) - len(own))]
+        return [*own, *[pair_ids[:0]] * (self._count_most(blocks, tokens, assigned) - len(own))]
 
     def split_ranks(self, pair_ids: PairIds, ranks: Sequence[int], num_ranks: int) -> list[list[PairIds]]:
         """The same for several ranks, with one assignment of the pairs."""
         if num_ranks == 1:
             return [self._split_rank(pair_ids) for _ in ranks]
-        assigned, _ = self._assign(pair_ids, num_ranks)
+        assigned = self._assign(pair_ids, num_ranks)[2]
         return [self._split_rank(pair_ids[assigned == rank]) for rank in ranks]
 
     def _split_rank(self, pair_ids: PairIds) -> list[PairIds]:
@@ -226,26 +225,22 @@ class MicroBatching:
             return [pair_ids[i : i + self.max_pairs] for i in range(0, len(pair_ids), self.max_pairs)]
         return self._split_padded(pair_ids, self.max_pairs, self.max_tokens)
 
-    def _assign(self, pair_ids: PairIds, num_ranks: int) -> tuple[npt.NDArray[np.int32], list[Lengths]]:
-        """Return the rank of each pair, and the lengths of all pairs in blocks."""
+    def _assign(self, pair_ids: PairIds, num_ranks: int) -> tuple[list[Lengths], Indices, npt.NDArray[np.int32]]:
+        """Return the lengths of all pairs in blocks, and the tokens and the rank of each pair."""
         starts = range(0, len(pair_ids), _PAIRS_PER_BLOCK)
         # np.take is three times faster than indexing a memory map
         blocks = [np.take(self.lengths, pair_ids[i : i + _PAIRS_PER_BLOCK], axis=0) for i in starts]
-        return assign_ranks(np.concatenate(list(map(self.costs.costs, blocks))), num_ranks), blocks
+        tokens, costs = (np.concatenate(each) for each in zip(*map(self.costs.measure, blocks), strict=True))
+        return blocks, tokens, assign_ranks(costs, num_ranks)
 
-    def _count_most(self, blocks: list[Lengths], assigned: npt.NDArray[np.int32]) -> int:
+    def _count_most(self, blocks: list[Lengths], tokens: Indices, assigned: npt.NDArray[np.int32]) -> int:
         """Return the number of micro-batches of the rank that has most."""
-
-        def of_each(count: Callable[[Lengths], Indices]) -> Indices:
-            return np.concatenate(list(map(count, blocks)))
-
         if self.max_pairs is None:
-            return 1 if self.max_tokens is None else most_bins(of_each(self.costs.tokens), assigned, self.max_tokens)
+            return 1 if self.max_tokens is None else most_bins(tokens, assigned, self.max_tokens)
         if self.max_tokens is None:
             return -(-int(np.bincount(assigned).max()) // self.max_pairs)
-        return most_padded_batches(
-            of_each(longest_sequences), of_each(num_sequences), assigned, self.max_pairs, self.max_tokens
-        )
+        widths, num_rows = (np.concatenate(list(map(each, blocks))) for each in (longest_sequences, num_sequences))
+        return most_padded_batches(widths, num_rows, assigned, self.max_pairs, self.max_tokens)
 
     def _split_padded(self, pair_ids: PairIds, max_pairs: int, max_tokens: int) -> list[PairIds]:
         """Fill padded batches from the longest pair down, so pairs of similar length share a batch."""
