@@ -21,7 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from thresher.data.example import SUBSET_BYTES, UNITS, Example, ExampleBatch, Kind, Response, StoredKind, kind_of
-from thresher.data.store.split import IndexedLengths, Lengths, Side, Split, SplitRows
+from thresher.data.store.split import IndexedLengths, Side, Split, SplitRows
+from thresher.data.store.split import Lengths as Lengths
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
 

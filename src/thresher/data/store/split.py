@@ -130,12 +130,12 @@ class Side:
     def rows_of(self, ids: Ids) -> Ids:
         """Return the row in the store of each pair."""
         before = self.rows.before
+        rows = np.empty(len(ids), dtype=np.int64)
         if self.is_held_out:
-            return ids + before[ids]
+            return np.add(ids, before[ids], out=rows)
         # sorted: a search at random positions waits for memory at every step
         order = np.argsort(ids)
         in_order = ids.take(order)
-        rows = np.empty(len(ids), dtype=np.int64)
         rows[order] = in_order + np.searchsorted(before, in_order.astype(before.dtype), side="right")
         return rows
 
