@@ -132,7 +132,8 @@ class Side:
         before = self.rows.before
         rows = np.empty(len(ids), dtype=np.int64)
         if self.is_held_out:
-            return np.add(ids, before[ids], out=rows)
+            np.add(ids, before[ids], out=rows)
+            return rows
         # sorted: a search at random positions waits for memory at every step
         order = np.argsort(ids)
         in_order = ids.take(order)
