@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,14 @@ from thresher.data.example import Example
 from thresher.data.prepare.findings import NUM_EXAMPLES, find_leaks
 from thresher.data.settings import DataSettings
 from thresher.data.store.arrow_schema import find_sorted, hash_example, pairs_to_record_batch
-from thresher.data.store.reader import FORMAT_VERSION, MAX_OPEN_SHARDS, ExampleStore
+from thresher.data.store.reader import (
+    FORMAT_VERSION,
+    MAX_OPEN_SHARDS,
+    ROWS_PER_RECORD_BATCH,
+    SCHEMA,
+    ExampleStore,
+    StoreShard,
+)
 from thresher.data.store.writer import StoreWriter
 from thresher.errors import UserError
 
@@ -294,6 +302,21 @@ def test_a_store_of_100_million_pairs_opens_without_reading_its_pairs(tmp_path: 
     for number in (0, 65_535, 65_536, 31_415_926, 99_999_999):
         with pytest.raises(UserError, match=f"{number // rows:05d}.arrow of the store is damaged"):
             store[number]
+
+
+def test_a_shard_keeps_views_of_few_record_batches(tmp_path: Path) -> None:
+    """Each takes 7 kB, and a long run visits all of them."""
+    pairs = [make_pair(seed) for seed in range(2 * ROWS_PER_RECORD_BATCH + 1)]
+    path = tmp_path / "shard.arrow"
+    with pa.ipc.new_file(str(path), SCHEMA) as sink:
+        sink.write_table(
+            pa.Table.from_batches([pairs_to_record_batch(pairs, [hash_example(each) for each in pairs])]),
+            max_chunksize=ROWS_PER_RECORD_BATCH,
+        )
+    shard = StoreShard(path, max_views=2)
+    for row in (0, ROWS_PER_RECORD_BATCH, 2 * ROWS_PER_RECORD_BATCH, 5, ROWS_PER_RECORD_BATCH - 1):
+        assert_equal(shard.example(row), pairs[row])
+        assert len(shard._batches) <= 2
 
 
 def test_open_shards_stay_below_the_usual_file_limit(tmp_path: Path) -> None:

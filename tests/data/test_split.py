@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.data.test_pair_store import assert_equal, write_store
 from tests.support.compared_runs import merge
@@ -17,6 +20,7 @@ from thresher.data.example import Example
 from thresher.data.prepare.findings import find_leaks
 from thresher.data.prepare.prepare import prepare
 from thresher.data.store.reader import ExampleStore
+from thresher.data.store.split import Side, Split, SplitRows, _mix
 from thresher.errors import UserError
 
 
@@ -85,6 +89,71 @@ def test_a_split_reads_as_a_store_of_its_pairs_alone(tmp_path: Path, held_out: b
             np.testing.assert_array_equal(*joined)
         assert store.longest_example == alone.longest_example
         assert store.digest == split.digest
+
+
+def rows_in_memory(hashes: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """The held-out rows, computed from the hashes of all pairs at once."""
+    keys = _mix(hashes.view("<u8")[::2], seed)
+    limit = np.uint64(min(int(share * 2.0**64), 2**64 - 1))
+    return np.flatnonzero(keys <= max(limit, keys.min()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.sampled_from([1e-9, 0.01, 0.3, 0.5, 0.9, 1 - 1e-9]),
+    st.integers(0, 2**32),
+)
+def test_rows_read_shard_by_shard_are_those_of_all_hashes_at_once(sizes: list[int], share: float, seed: int) -> None:
+    draw, count = np.random.default_rng(seed), sum(sizes)
+    prompts = np.frombuffer(draw.bytes(16 * 30), "V16")
+    hashes, ends = prompts[draw.integers(0, 30, count)], np.cumsum(sizes)
+    lengths = draw.integers(1, 500, (count, 3)).astype(np.uint32)
+    expected = rows_in_memory(hashes, share, seed)
+
+    shards = np.split(hashes, ends[:-1])
+    rows = SplitRows.of(Split(share, seed, held_out=True).held_out_rows(shards), lengths)
+    for is_held_out in (False, True):
+        of_side = expected if is_held_out else np.delete(np.arange(count), expected)
+        side = Side(rows, is_held_out)
+        assert len(side) == len(of_side)
+        ids = draw.permutation(len(of_side))
+        np.testing.assert_array_equal(side.rows_of(ids), of_side[ids])
+        selected = [side.select(each, int(end) - len(each)) for each, end in zip(shards, ends, strict=True)]
+        np.testing.assert_array_equal(np.concatenate(selected), hashes[of_side])
+        longest = (lengths[of_side, 0] + lengths[of_side, 1:].max(axis=1)).max(initial=0)
+        assert side.longest_example == longest
+
+
+def test_a_process_maps_the_rows_that_the_first_one_has_written(tmp_path: Path) -> None:
+    """Without a hash of a prompt: the shards are gone."""
+    store = write_store(tmp_path / "store", pairs_of_prompts(60), shard_rows=16)
+    sides = store.split(0.2, 3, tmp_path / "run" / "data")
+    (file,) = (tmp_path / "run" / "data").iterdir()
+    assert file.stat().st_size == 32 + 4 * len(sides[1])
+    expected = [np.array(side.lengths) for side in sides]
+    shutil.rmtree(tmp_path / "store" / "shards")
+    for side, lengths in zip(pickle.loads(pickle.dumps(sides)), expected, strict=True):  # noqa: S301
+        np.testing.assert_array_equal(side.lengths, lengths)
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", bytes(64), "other store"])
+def test_rows_of_a_different_store_or_a_damaged_file_are_computed_again(tmp_path: Path, damage: bytes | str) -> None:
+    store = write_store(tmp_path / "store", pairs_of_prompts(60), shard_rows=16)
+    expected = [np.array(side.lengths) for side in store.split(0.2, 3, tmp_path)]
+    (file,) = tmp_path.glob("held-out-*.rows")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:8] + bytes(8) + whole[16:] if isinstance(damage, str) else damage)
+    for side, lengths in zip(store.split(0.2, 3, tmp_path), expected, strict=True):
+        np.testing.assert_array_equal(side.lengths, lengths)
+    assert file.read_bytes() == whole
+
+
+def test_a_directory_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store", pairs_of_prompts(20))
+    (tmp_path / "file").touch()
+    split = store.split(0.2, 3, tmp_path / "file" / "data")
+    assert [len(side) for side in split] == [len(side) for side in store.split(0.2, 3)]
 
 
 def test_the_digest_names_the_pairs_of_a_side(tmp_path: Path) -> None:

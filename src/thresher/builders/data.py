@@ -39,7 +39,7 @@ def open_stores(
     if config.validation is None:
         return train, None
     if config.validation.split is not None:
-        return train.split(config.validation.split, config.seed)
+        return train.split(config.validation.split, config.seed, Path(config.output_dir) / "data")
     validation = _open_parts(config, data_parts(config, validation=True), tokenizer, build)
     pairs, prompts = find_leaks(train, validation)
     if pairs.count or prompts.count:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from transformers.initialization import no_init_weights
 
 from thresher.builders.hardware import COMPUTE_RATES, Hardware
@@ -17,7 +16,7 @@ from thresher.builders.reference_mode import reference_has_workers
 from thresher.checkpoint.json_io import load_json
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import CostModel, num_sequences
-from thresher.data.store.reader import Lengths
+from thresher.data.store.split import Lengths, in_blocks, longest_sequences
 from thresher.engines.native.build import axis_sizes
 from thresher.errors import UserError
 from thresher.models.layouts import Layout
@@ -46,12 +45,16 @@ class BudgetChoice:
 
     @classmethod
     def of(cls, processes: Sequence[Process], lengths: Lengths, layout: Layout, pairs_per_step: int) -> BudgetChoice:
-        if layout.needs_pair_attention:
-            tokens = CostModel(attention_per_key=0, shares_prompt=layout.shares_prompt).tokens(lengths)
-        else:
-            tokens = num_sequences(lengths) * (lengths[:, 0].astype(np.int64) + lengths[:, 1:].max(axis=1))
+        costs = CostModel(attention_per_key=0, shares_prompt=layout.shares_prompt)
+        longest = total = 0
+        for block in in_blocks(lengths):
+            if layout.needs_pair_attention:
+                tokens = costs.tokens(block)
+            else:
+                tokens = num_sequences(block) * longest_sequences(block)
+            longest, total = max(longest, int(tokens.max())), total + int(tokens.sum())
         pairs_per_rank = pairs_per_step / processes[0].dims.num_data_ranks
-        return cls(processes, int(tokens.max()), pairs_per_rank * float(tokens.mean()))
+        return cls(processes, longest, pairs_per_rank * (total / len(lengths)))
 
     def choose(self, gpu: Hardware, gpus_per_node: int) -> TokenBudget:
         """The budget that a run without one gets, at least as large as the longest pair."""
@@ -113,7 +116,7 @@ def choose_budget(inputs: RunInputs, gpu: Hardware) -> TokenBudget:
         first = policy_process(config, inputs, model_size(inputs), config.actor_train.num_processes)
         choice = BudgetChoice.of(
             [replace(first, stage=stage) for stage in {0, first.dims.pp - 1}],
-            np.asarray(inputs.train_examples.lengths),
+            inputs.train_examples.lengths,
             inputs.layout,
             config.actor_train.training_args.pairs_per_step(first.dims.num_data_ranks),
         )

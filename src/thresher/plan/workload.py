@@ -140,6 +140,7 @@ def _assumed(config: DPOConfig, parts: RunInputs, pairs_per_step: int, reason: s
 
 def _with_mismatched(lengths: Lengths, seed: int) -> Lengths:
     """Add the length of a second response: the answer of the example before, in a random order, cut to the longest."""
+    lengths = np.asarray(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
     before = np.empty(len(lengths), dtype=np.int64)
     before[order] = np.roll(lengths[order, 1], 1)

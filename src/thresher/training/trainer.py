@@ -35,10 +35,11 @@ from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activit
 from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.redact import redact
-from thresher.reference.scorers import Reference, ReferenceScorer
+from thresher.reference.scorers import Precomputed, Reference, ReferenceScorer
 from thresher.sampling.answers import SampledAnswers
 from thresher.sampling.sampler import AnswerSampler
 from thresher.training.lr_schedule import LRSchedule
+from thresher.training.read_ahead import ReadAhead
 from thresher.training.records import (
     EvaluatedExamples,
     ExampleSampler,
@@ -98,6 +99,9 @@ class RankTrainer:
         self._train, self._validation = train, validation
         self._reference, self._synced = reference, reference.synced
         self._micro_batching, self._eval_batching = micro_batching, eval_batching
+        # of these references alone, the logps of a step are on disk before it begins
+        self._cached = reference.train if isinstance(reference.train, Precomputed) else None
+        self._ahead = ReadAhead(self._read_step, engine.device)
         self._schedule = schedule
         self._checkpoints, self._identity = checkpoints, identity
         self._background = AsyncSaver(checkpoints, engine.dp_group.world.clone_for_thread)
@@ -127,7 +131,9 @@ class RankTrainer:
         self.stopped_at = None
         try:
             yield from self._run(until)
-        finally:  # between two calls, and while they save, ranks wait for each other as long as it takes
+        finally:
+            self._ahead.wait()
+            # between two calls, and while they save, ranks wait for each other as long as it takes
             end_activity()
             limit_collectives(PEER_TIMEOUT)
 
@@ -158,13 +164,16 @@ class RankTrainer:
         After StepDiscarded everything that a checkpoint contains is as before the step.
         """
         self._background.check()
-        pair_ids = self.plan.pair_ids(self.state.step)
         pace = pace_after(self._num_steps_made)
         # only one process alone discards a step
         rng = capture_rng() if self.engine.dp_group.world.size == 1 else None
         set_activity(f"step {self.state.step + 1}: waiting for the reference", pace)
-        with self.clock.waiting():  # for the reference; reading tokens takes next to no time
-            micro_batches = list(self._micro_batches(pair_ids))
+        with self.clock.waiting():  # for the reference; tokens are read by now
+            pair_ids, micro_batches = self._ahead.take(self.state.step)
+            if (reference := self._reference.train) is not self._cached and reference is not None:
+                micro_batches = [replace(each, reference=reference.logps(each.pairs)) for each in micro_batches]
+        if self.state.step + 1 < self.plan.num_steps:
+            self._ahead.start(self.state.step + 1)
         set_activity(f"step {self.state.step + 1}: training", pace)
         started = time.time()
         try:
@@ -187,6 +196,7 @@ class RankTrainer:
             self.objective = self.objective.after_step(outcome.metrics)
         else:
             limit = self.config.max_consecutive_skipped_steps
+            self._ahead.wait()  # it reads the same store
             self.skipped = describe_skipped(outcome.nonfinite, self.state, self._train, pair_ids, limit)
         if self._synced is not None:
             self._background.copies.hold_changes()  # a skipped step has not
@@ -219,6 +229,7 @@ class RankTrainer:
         if self._validation is None:
             yield {}
             return
+        self._ahead.wait()  # it may read the same files
         dp_group, validation = self.engine.dp_group, self._validation
         sets = evaluation_batches(validation, self._eval_batching, dp_group.rank, dp_group.size)
         sets = {name: _with_empty(own, dp_group.max_over_ranks(len(own))) for name, own in sets.items()}
@@ -293,17 +304,18 @@ class RankTrainer:
 
     def first_micro_batch(self) -> MicroBatch | None:
         """The first micro-batch of the next step, for start-up checks; None if this rank has no pairs in it."""
-        return next(self._micro_batches(self.plan.pair_ids(self.state.step)), None)
+        return next(self._micro_batches(self.plan.pair_ids(self.state.step), self._reference.train), None)
 
-    def _micro_batches(self, pair_ids: PairIds) -> Iterator[MicroBatch]:
-        rank, size = self.engine.dp_group.rank, self.engine.dp_group.size
+    def _read_step(self, step: int) -> tuple[PairIds, list[MicroBatch]]:
+        """Read what is on disk of a step: all its pair ids, and the micro-batches of this rank."""
+        pair_ids = self.plan.pair_ids(step)
+        return pair_ids, list(self._micro_batches(pair_ids, self._cached))
+
+    def _micro_batches(self, pair_ids: PairIds, reference: ReferenceScorer | None) -> Iterator[MicroBatch]:
+        group, batching = self.engine.dp_group, self._micro_batching
+        split = batching.split_in_lockstep if group.needs_lockstep else batching.split
         groups = self._train.part_of if self.objective.groups else None
-        if not self.engine.dp_group.needs_lockstep:
-            batches = self._micro_batching.split(pair_ids, rank, size)
-        else:
-            by_rank = self._micro_batching.split_ranks(pair_ids, range(size), size)
-            batches = _with_empty(by_rank[rank], max(map(len, by_rank)))
-        return self._read(self._train, self._reference.train, batches, groups)
+        return self._read(self._train, reference, split(pair_ids, group.rank, group.size), groups)
 
     def _read(
         self,

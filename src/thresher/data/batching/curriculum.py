@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.data.store.joined import Stores
+from thresher.data.store.split import in_blocks
 from thresher.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 Key = Literal["length", "margin", "column"]
-_ROWS_PER_BLOCK = 1 << 20
 
 
 @dataclass(eq=False)
@@ -66,9 +66,7 @@ class Curriculum:
             return self.store.column("margin", np.dtype("<f4"))
         if self.key == "column":
             return self.store.column("order", np.dtype("<f8"))
-        starts = range(0, len(self.store), _ROWS_PER_BLOCK)
-        lengths = self.store.lengths
-        return np.concatenate([lengths[at : at + _ROWS_PER_BLOCK].sum(axis=1, dtype=np.int64) for at in starts])
+        return np.concatenate([block.sum(axis=1, dtype=np.int64) for block in in_blocks(self.store.lengths)])
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_sorted": {}}

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from thresher.data.example import Example, ExampleBatch
-from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
+from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes
+from thresher.data.store.split import IndexedLengths, Lengths
 from thresher.errors import UserError
 
 Numbers = npt.NDArray[np.int64]
@@ -39,9 +40,9 @@ class JoinedStores:
         self.columns_in_use = frozenset().union(*(each.columns_in_use for each in self._stores))
         self.digest = hashlib.sha256(" ".join(each.digest for each in self._stores).encode()).hexdigest()
 
-    def split(self, share: float, seed: int) -> tuple[JoinedStores, JoinedStores]:
+    def split(self, share: float, seed: int, directory: Path | None = None) -> tuple[JoinedStores, JoinedStores]:
         """Return the pairs to train on and the share of each part that is held out, by prompt."""
-        sides = {name: store.split(share, seed) for name, store in self.parts.items()}
+        sides = {name: store.split(share, seed, directory) for name, store in self.parts.items()}
         train, held_out = (JoinedStores({name: both[at] for name, both in sides.items()}) for at in (0, 1))
         return train, held_out
 
@@ -53,7 +54,7 @@ class JoinedStores:
     @property
     def lengths(self) -> Lengths:
         """Tokens of the prompt and each response, read when they are indexed."""
-        return cast("Lengths", _JoinedLengths(self))
+        return cast("Lengths", IndexedLengths(len(self), self.lengths_of))
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -114,29 +115,6 @@ class JoinedStores:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.parts,)
-
-
-class _JoinedLengths:
-    """The lengths of joined stores, indexed like an array."""
-
-    def __init__(self, stores: JoinedStores) -> None:
-        self._stores = stores
-
-    def __len__(self) -> int:
-        return len(self._stores)
-
-    def __getitem__(self, key: Any) -> Lengths:
-        ids, *columns = key if isinstance(key, tuple) else (key,)
-        if isinstance(ids, slice):
-            ids = np.arange(*ids.indices(len(self)), dtype=np.int64)
-        return self._stores.lengths_of(ids)[(slice(None), *columns)]
-
-    def take(self, ids: Numbers, **_: Any) -> Lengths:
-        """What np.take calls."""
-        return self._stores.lengths_of(np.asarray(ids))
-
-    def __array__(self, *_: Any, **__: Any) -> Lengths:
-        return self[:]
 
 
 Stores: TypeAlias = ExampleStore | JoinedStores

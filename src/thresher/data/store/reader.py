@@ -14,45 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from thresher.data.example import SUBSET_BYTES, UNITS, Example, ExampleBatch, Kind, Response, StoredKind, kind_of
+from thresher.data.store.split import IndexedLengths, Side, Split, SplitRows
+from thresher.data.store.split import Lengths as Lengths
 from thresher.durable import is_safe_relative_path
 from thresher.errors import UserError
-
-Keys = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class Split:
-    """One side of a split by prompt: the share that is held out, or the rest; decided by prompt and seed alone.
-
-    Pairs of one prompt are on the same side, whatever the order of files, and stay there when pairs are added.
-    """
-
-    share: float
-    seed: int
-    held_out: bool
-
-    def select(self, prompt_hashes: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-        """Return the numbers of the pairs on this side, ascending; at least one prompt is held out."""
-        keys = _mix(prompt_hashes.view("<u8")[::2], self.seed)
-        limit = np.uint64(min(int(self.share * 2.0**64), 2**64 - 1))
-        is_held_out = keys <= max(limit, keys.min())
-        return np.flatnonzero(is_held_out if self.held_out else ~is_held_out)
-
-
-def _mix(hashes: npt.NDArray[Any], seed: int) -> Keys:
-    """Mix hashes with a seed: the finalizer of SplitMix64 (Steele et al., 2014), a bijection of 64 bits."""
-    keys = hashes.astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(keys ^ (keys >> np.uint64(31)), dtype=np.uint64)
-
 
 FORMAT_VERSION = 1  # of pairs
 RESPONSES_VERSION = 2  # of other kinds and with extra columns, which earlier versions cannot read
@@ -61,6 +33,8 @@ HASH_BYTES = 16
 # each mapped shard uses a file descriptor, of which 1024 is a common limit, and a run maps the shards of the training
 # store, the validation store and the reference cache
 MAX_OPEN_SHARDS = 256
+# a view of a record batch takes 7 kB; of a shard, at least so many are kept
+_MAX_VIEWS, _VIEWS_PER_SHARD = 8192, 16
 
 _TOKEN_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
 _MASK = pa.list_(pa.field("item", pa.bool_(), nullable=False))
@@ -98,7 +72,6 @@ _WEIGHTED_SCHEMA = pa.schema(
     [*SCHEMA, *(pa.field(f"{side}_weights", _NUMBERS_OF_TOKENS, nullable=False) for side in ("chosen", "rejected"))]
 )
 LENGTH_DTYPE = np.dtype("<u4")
-Lengths = npt.NDArray[np.uint32]
 HASH_DTYPE = np.dtype(f"V{HASH_BYTES}")
 Hashes = npt.NDArray[np.void]
 
@@ -151,8 +124,11 @@ class _ResponsesView:
 class StoreShard:
     """One memory-mapped Arrow file; each record batch but the last holds `ROWS_PER_RECORD_BATCH` examples."""
 
-    def __init__(self, path: Path, kind: StoredKind = "pairs", extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path, kind: StoredKind = "pairs", extra: Sequence[str] = (), max_views: int = _MAX_VIEWS
+    ) -> None:
         self._path = path
+        self._max_views = max_views
         self._view = _PairsView if kind_of(kind) == "pairs" else _ResponsesView
         with self._reading():
             self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -163,6 +139,8 @@ class StoreShard:
     def example(self, row: int) -> Example:
         number, row = divmod(row, ROWS_PER_RECORD_BATCH)
         if number not in self._batches:
+            if len(self._batches) >= self._max_views:
+                del self._batches[next(iter(self._batches))]
             with self._reading():
                 self._batches[number] = self._view(self._batch(number, check_offsets=True))
         try:
@@ -233,11 +211,13 @@ class StoreFile:
 class ExampleStore:
     """Examples of a prepared directory, or of a split of it, read by number."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], split: Split | None = None) -> None:
+    def __init__(
+        self, path: Path, manifest: Mapping[str, Any], split: Split | None = None, directory: Path | None = None
+    ) -> None:
         self.path = path
         self.manifest = manifest
-        self._split = split
-        self._numbers: npt.NDArray[np.int64] | None = None
+        self._split, self._directory = split, directory
+        self._side: Side | None = None
         files = [StoreFile(**entry) for entry in manifest["shards"]]
         stored_kind: StoredKind = manifest.get("kind", "pairs")
         self.kind: Kind = kind_of(stored_kind)
@@ -246,8 +226,9 @@ class ExampleStore:
         self.num_responses = int(manifest.get("num_responses", 2))  #: of the example with most
         self._shard_starts = np.cumsum([0, *(shard.num_pairs for shard in files)])
         self.extra_columns = tuple(manifest.get("extra_columns", ()))
+        max_views = max(_VIEWS_PER_SHARD, _MAX_VIEWS // len(files))
         self._shard = lru_cache(MAX_OPEN_SHARDS)(
-            lambda number: StoreShard(path / files[number].name, stored_kind, self.extra_columns)
+            lambda number: StoreShard(path / files[number].name, stored_kind, self.extra_columns, max_views)
         )
         self.digest = str(manifest["content_digest"])  #: of all examples in order, independent of the shard size
         self.fingerprint = str(manifest["identity"])  #: of sources, tokenizer, template and settings
@@ -266,17 +247,36 @@ class ExampleStore:
             self._select(split)
 
     def _select(self, split: Split) -> None:
-        """Restrict the store to the pairs of a split: 28 bytes of memory per pair."""
-        numbers = split.select(np.concatenate(list(self.hashes("prompt_hash"))))
-        self.lengths, self.scored_lengths = self.lengths[numbers], self.scored_lengths[numbers]
-        if len(numbers):
-            self.longest_example = int((self.lengths[:, 0] + self.lengths[:, 1:].max(axis=1)).max())
-        self.digest = hashlib.sha256(f"{self.digest} {split}".encode()).hexdigest()
-        self._numbers = numbers
+        """Restrict the store to the pairs of a split."""
+        self._side = side = Side(self._find_rows(split), split.held_out)
 
-    def split(self, share: float, seed: int) -> tuple[ExampleStore, ExampleStore]:
-        """Return the pairs to train on and the share of pairs that is held out, by prompt."""
-        train, held_out = (ExampleStore(self.path, self.manifest, Split(share, seed, side)) for side in (False, True))
+        def indexed(lengths: Lengths) -> Lengths:
+            looked_up = IndexedLengths(len(side), lambda ids: np.take(lengths, side.rows_of(ids), axis=0))
+            return cast("Lengths", looked_up)
+
+        self.lengths, self.scored_lengths = indexed(self.lengths), indexed(self.scored_lengths)
+        self.longest_example = side.longest_example or self.longest_example
+        self.digest = hashlib.sha256(f"{self.digest} {split}".encode()).hexdigest()
+
+    def _find_rows(self, split: Split) -> SplitRows:
+        """Map the file of the split, which the first process writes."""
+        name = hashlib.sha256(f"{self.digest} {split.share} {split.seed}".encode()).hexdigest()[:16]
+        path = None if self._directory is None else self._directory / f"held-out-{name}.rows"
+        rows = None if path is None else SplitRows.map(path, len(self))
+        if rows is None:
+            rows = SplitRows.of(split.held_out_rows(self.hashes("prompt_hash")), self.lengths)
+            if path is not None:
+                rows.write(path)
+        return rows
+
+    def split(self, share: float, seed: int, directory: Path | None = None) -> tuple[ExampleStore, ExampleStore]:
+        """Return the pairs to train on and the share of pairs that is held out, by prompt.
+
+        directory: where processes find the rows of each side, computed by the first; None computes them in memory.
+        """
+        train, held_out = (
+            ExampleStore(self.path, self.manifest, Split(share, seed, side), directory) for side in (False, True)
+        )
         if len(train) == 0:
             raise UserError(f"all {len(self)} pairs of {self.path} have one prompt, so none can be held out")
         return train, held_out
@@ -300,38 +300,42 @@ class ExampleStore:
         return cls(path, manifest)
 
     def __len__(self) -> int:
-        return int(self._shard_starts[-1]) if self._numbers is None else len(self._numbers)
+        return int(self._shard_starts[-1]) if self._side is None else len(self._side)
 
     def number_in_files(self, pair_id: int) -> int:
         """Return the number of a pair in the whole store, which `thresher inspect` shows."""
-        return pair_id if self._numbers is None else int(self._numbers[pair_id])
+        return int(self._rows(np.array([pair_id]))[0])
+
+    def _rows(self, pair_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return pair_ids if self._side is None else self._side.rows_of(pair_ids)
 
     def __getitem__(self, pair_id: int) -> Example:
         """Read one pair by its number, from 0."""
-        pair_id = int(pair_id)
-        if not 0 <= pair_id < len(self):
-            raise IndexError(f"pair {pair_id} is outside the store of {len(self)} pairs")
-        pair_id = self.number_in_files(pair_id)
-        number = int(np.searchsorted(self._shard_starts, pair_id, side="right")) - 1
-        return self._shard(number).example(pair_id - int(self._shard_starts[number]))
+        return self.read(np.array([pair_id])).pairs[0]
 
     def read(self, pair_ids: npt.NDArray[np.int64]) -> ExampleBatch:
         """Read pairs in the given order."""
         pair_ids = np.asarray(pair_ids, dtype=np.int64)
-        return ExampleBatch(pair_ids, tuple(self[pair_id] for pair_id in pair_ids.tolist()))
+        if (is_outside := (pair_ids < 0) | (pair_ids >= len(self))).any():
+            raise IndexError(f"pair {pair_ids[is_outside][0]} is outside the store of {len(self)} pairs")
+        rows = self._rows(pair_ids)
+        numbers = np.searchsorted(self._shard_starts, rows, side="right") - 1
+        places = zip(numbers.tolist(), (rows - self._shard_starts[numbers]).tolist(), strict=True)
+        return ExampleBatch(pair_ids, tuple(self._shard(number).example(row) for number, row in places))
 
     def hashes(self, column: str = "hash") -> Iterator[Hashes]:
         """Yield one shard's hashes at a time: column `hash` for whole pairs, or `prompt_hash`."""
-        for number, start in enumerate(self._shard_starts[:-1]):
-            hashes = self._shard(number).hashes(column)
-            if self._numbers is not None:
-                first, last = np.searchsorted(self._numbers, [start, start + len(hashes)])
-                hashes = hashes[self._numbers[first:last] - start]
-            yield hashes
+        return self._values(column, HASH_DTYPE)
+
+    def _values(self, column: str, dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+        """Yield a column of fixed width, one shard at a time."""
+        for number, start in enumerate(self._shard_starts[:-1].tolist()):
+            values = self._shard(number).values(column, dtype)
+            yield values if self._side is None else self._side.select(values, start)
 
     def prompt_hashes(self, pair_ids: npt.NDArray[np.int64]) -> Hashes:
         """Return the hashes of some examples' prompts; of pairs, it reads the hashes of their shards."""
-        numbers = pair_ids if self._numbers is None else self._numbers[pair_ids]
+        numbers = self._rows(pair_ids)
         if self.kind != "pairs":
             return np.take(np.memmap(self.path / "prompts.bin", HASH_DTYPE, "r"), numbers)
         found, shards = np.empty(len(numbers), HASH_DTYPE), np.searchsorted(self._shard_starts, numbers, "right") - 1
@@ -365,9 +369,7 @@ class ExampleStore:
 
     def column(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Return a column of fixed width of all examples."""
-        shards = range(len(self._shard_starts) - 1)
-        values = np.concatenate([self._shard(number).values(name, dtype) for number in shards])
-        return values if self._numbers is None else values[self._numbers]
+        return np.concatenate(list(self._values(name, dtype)))
 
     @property
     def file_names(self) -> list[str]:
@@ -382,7 +384,7 @@ class ExampleStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # memory maps cannot be pickled; the receiving process maps the files again
-        return type(self), (self.path, self.manifest, self._split)
+        return type(self), (self.path, self.manifest, self._split, self._directory)
 
 
 def sha256_of_file(path: Path) -> str:
