@@ -25,6 +25,39 @@ PEER_TIMEOUT = timedelta(minutes=30)
 BACKGROUND = "background"
 _NCCL = getattr(dist, "ProcessGroupNCCL", None)  # torch for CPUs has none
 
+# of the current world, by the lowest ranks among the subsets that were created with them; the world by all ranks
+_created: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+
+def share_group(subsets: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
+    """Return the group of the subset of ranks that this process is in, None if it is in none; a collective call.
+
+    Subsets are disjoint, all have the same distances between their ranks, and cover what such sets can cover. So the
+    lowest one tells them all: subsets that are asked for again have the same communicator, and all ranks are the world.
+    """
+    world, rank = dist.group.WORLD, dist.get_rank()
+    everyone = tuple(range(dist.get_world_size()))
+    if _created.get(everyone) is not world:
+        _created.clear()
+        _created[everyone] = world
+    by_rank = sorted(sorted(each) for each in subsets)
+    lowest = tuple(by_rank[0])
+    if lowest not in _created:
+        own = next((each for each in by_rank if rank in each), None)
+        _created[lowest] = _create_group(by_rank, own, description)
+    return _created[lowest]
+
+
+def _create_group(subsets: list[list[int]], own: list[int] | None, description: str) -> dist.ProcessGroup | None:
+    if (
+        getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    ):  # NCCL splits the world's communicator in one call
+        return dist.split_group(split_ranks=subsets, timeout=PEER_TIMEOUT, group_desc=description)
+    if own is None:
+        return None
+    # others need not know
+    return dist.new_group(own, timeout=PEER_TIMEOUT, use_local_synchronization=True, group_desc=description)
+
 
 def limit_collectives(timeout: timedelta, backend_type: type | None = _NCCL) -> None:
     """Set the timeout of NCCL's collectives that start from now on, in all groups of this process.
