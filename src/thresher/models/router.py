@@ -86,7 +86,7 @@ class ExpertBalance:
         on = torch.device("cpu") if device.type == "mps" else device
         local = torch.zeros(2 * self.num_experts + 1, dtype=torch.float64, device=on)
         if self._load and self.ranks.adds_rows:
-            local += torch.stack(self._load).sum(0)
+            local += torch.stack(self._load).sum(0).to(on)
         self._load = None
         routed, probabilities, num_tokens = self.ranks.world.sum_vector(local).split([self.num_experts] * 2 + [1])
         factors = self.num_experts * routed / num_tokens.square()
