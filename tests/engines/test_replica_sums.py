@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.engines.parity import Case
+from tests.support.engines.agreement import OF_WEIGHTS
+from tests.support.engines.parity import Case, train_parallel
 from tests.support.engines.replica_steps import host_collectives_of_step, sums_of_step
 from thresher.distributed.mesh import ParallelDims
 
@@ -64,3 +65,13 @@ def test_a_loss_that_couples_pairs_gathers_them_once(two_ranks, model_dirs):
     case = Case(ParallelDims(dp_replicate=2), loss="aot")
     found = two_ranks.run(host_collectives_of_step, case, *model_dirs(case.family, case.num_layers))
     assert found == [["all_gather_object"]] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_replicas_of_a_pipeline_train_like_one_process(four_ranks, one_process, model_dirs, schedule):
+    case = Case(ParallelDims(pp=2, dp_replicate=2), pp_schedule=schedule)
+    expected = one_process(case)
+    for found in four_ranks.run(train_parallel, case, *model_dirs(case.family, case.num_layers)):
+        assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+        for name, weight in found.weights.items():
+            assert (weight - expected.weights[name]).abs().max() < OF_WEIGHTS, name

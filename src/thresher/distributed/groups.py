@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,37 +25,35 @@ PEER_TIMEOUT = timedelta(minutes=30)
 BACKGROUND = "background"
 _NCCL = getattr(dist, "ProcessGroupNCCL", None)  # torch for CPUs has none
 
-# of the current world, by the lowest ranks among the subsets that were created with them; the world by all ranks
+# this process's groups in the current world, by the lowest subset of ranks that was created with each
 _created: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
 
 def share_group(subsets: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
-    """Return the group of the subset of ranks that this process is in, None if it is in none; a collective call.
+    """Return the process group of the subset of ranks that this process is in, None if it is in none; collective.
 
-    Subsets are disjoint, all have the same distances between their ranks, and cover what such sets can cover. So the
-    lowest one tells them all: subsets that are asked for again have the same communicator, and all ranks are the world.
+    Subsets with the same ranks share one communicator, and all ranks are the world. Subsets are disjoint and equal but
+    for a shift, and leave no room for another one, as along dimensions of a mesh: the lowest determines the others, so
+    all processes find the same ones.
     """
-    world, rank = dist.group.WORLD, dist.get_rank()
-    everyone = tuple(range(dist.get_world_size()))
+    world, everyone = dist.group.WORLD, tuple(range(dist.get_world_size()))
     if _created.get(everyone) is not world:
         _created.clear()
         _created[everyone] = world
     by_rank = sorted(sorted(each) for each in subsets)
     lowest = tuple(by_rank[0])
     if lowest not in _created:
-        own = next((each for each in by_rank if rank in each), None)
-        _created[lowest] = _create_group(by_rank, own, description)
+        _created[lowest] = _create_group(by_rank, description)
     return _created[lowest]
 
 
-def _create_group(subsets: list[list[int]], own: list[int] | None, description: str) -> dist.ProcessGroup | None:
-    if (
-        getattr(dist.group.WORLD, "bound_device_id", None) is not None
-    ):  # NCCL splits the world's communicator in one call
+def _create_group(subsets: list[list[int]], description: str) -> dist.ProcessGroup | None:
+    world: Any = dist.group.WORLD
+    if world.bound_device_id is not None:  # NCCL's communicator is split on all ranks at once
         return dist.split_group(split_ranks=subsets, timeout=PEER_TIMEOUT, group_desc=description)
+    own = next((each for each in subsets if world.rank() in each), None)
     if own is None:
         return None
-    # others need not know
     return dist.new_group(own, timeout=PEER_TIMEOUT, use_local_synchronization=True, group_desc=description)
 
 

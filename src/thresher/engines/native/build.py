@@ -183,6 +183,8 @@ def _executor(
     if parallel.stage is not None:
         from thresher.engines.native.pipeline_executor import PipelineExecutor
 
+        if parallel.settings.pp_schedule == "zero_bubble" and isinstance(sync, ReplicaSums):
+            sync = None  # gradients of weights follow a backward, so sums wait for all of them
         return PipelineExecutor(model, layout, parallel.stage, sync, parallel.settings)
 
     def run_backward(loss: Tensor, is_last: bool) -> None:
