@@ -43,7 +43,10 @@ def title(dims: ParallelDims) -> str:
 
 def group_sizes() -> list[int]:
     """Sizes of this process's groups, the world among them."""
-    return sorted((len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()), reverse=True)
+    members = dist.distributed_c10d._world.pg_group_ranks.items()
+    return sorted(
+        (len(ranks) for group, ranks in members if group is not dist.GroupMember.NON_GROUP_MEMBER), reverse=True
+    )
 
 
 def count(num_ranks: int, dims: ParallelDims | None) -> tuple[int, int, int]:

@@ -130,7 +130,11 @@ class Group:
         return set().union(*self.all_gather_object(sorted(local))) - local
 
     def clone_for_thread(self) -> Group:
-        """Create a separate gloo group of the same processes, so collectives of two threads do not interleave."""
+        """Create a separate gloo group of the same processes, so collectives of two threads do not interleave.
+
+        One more socket to every rank, so only the first save in the background creates it: its collectives wait for the
+        disk while those of training go on.
+        """
         if self.size == 1:
             return self
         members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
