@@ -81,6 +81,7 @@ IN_CI = [
     ),
     Simulated("8B on 8", "Llama-3-8B", 8, {}, 27, {"dp_shard": 115}, 14_000),
     Simulated("tiny, 4 bits", "tiny", 4, {}, 0.2, {"dp_shard": 0.1}, 20_000, bits=4),
+    Simulated("tiny, replicas", "tiny", 4, {"dp_replicate": 4}, 0.235, {"dp_replicate": 0.032}, 3_900),
 ]
 BY_HAND = [
     Simulated("tiny, last stage", "tiny", 32, ALL_AXES, 0.147, TINY, 1_850, recompute="off", stage="last"),

@@ -85,7 +85,7 @@ def gradients(model: nn.Module, step: int) -> None:
 
 def steps(engine: TrainEngine, numbers: range) -> None:
     for number in numbers:
-        with engine.at_gradient(None):
+        with engine.within_step(None):
             gradients(engine.model, number)
             engine.parameters.update(RATE / number)
 
@@ -178,7 +178,7 @@ def test_the_weights_of_a_schedule_free_run_are_averages_between_steps(tmp_path)
     engine = engine_of(model, training("schedule_free_adamw"))
     steps(engine, range(1, 4))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with engine.at_gradient(None):
+    with engine.within_step(None):
         moved = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
     assert len(moved) == len(before)
     engine.snapshot({})(tmp_path)
@@ -204,7 +204,7 @@ GROUPS = [
 def test_parameter_groups_reach_the_optimizer(optim):
     model = wide_model()
     engine = engine_of(model, training(optim, param_groups=GROUPS))
-    with engine.at_gradient(None):
+    with engine.within_step(None):
         gradients(model, 1)
         engine.parameters.update(RATE / 2)  # as the schedule has it
     found = rates(engine.parameters)

@@ -6,16 +6,16 @@ special case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from thresher.distributed.tensors import copy_to_device, read_numbers, stack_numbers, to_local
+from thresher.distributed.tensors import copy_to_device, read_numbers, stack_numbers
 from thresher.losses.metrics import MetricSum
 from thresher.losses.pairs import ObjectiveInputs, map_tensors
 
@@ -24,6 +24,37 @@ PEER_TIMEOUT = timedelta(minutes=30)
 # description of groups whose collectives wait for the disk
 BACKGROUND = "background"
 _NCCL = getattr(dist, "ProcessGroupNCCL", None)  # torch for CPUs has none
+
+# this process's groups in the current world, by the lowest subset of ranks that was created with each
+_created: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+
+def share_group(subsets: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup | None:
+    """Return the process group of the subset of ranks that this process is in, None if it is in none; collective.
+
+    Subsets with the same ranks share one communicator, and all ranks are the world. Subsets are disjoint and equal but
+    for a shift, and leave no room for another one, as along dimensions of a mesh: the lowest determines the others, so
+    all processes find the same ones.
+    """
+    world, everyone = dist.group.WORLD, tuple(range(dist.get_world_size()))
+    if _created.get(everyone) is not world:
+        _created.clear()
+        _created[everyone] = world
+    by_rank = sorted(sorted(each) for each in subsets)
+    lowest = tuple(by_rank[0])
+    if lowest not in _created:
+        _created[lowest] = _create_group(by_rank, description)
+    return _created[lowest]
+
+
+def _create_group(subsets: list[list[int]], description: str) -> dist.ProcessGroup | None:
+    world: Any = dist.group.WORLD
+    if world.bound_device_id is not None:  # NCCL's communicator is split on all ranks at once
+        return dist.split_group(split_ranks=subsets, timeout=PEER_TIMEOUT, group_desc=description)
+    own = next((each for each in subsets if world.rank() in each), None)
+    if own is None:
+        return None
+    return dist.new_group(own, timeout=PEER_TIMEOUT, use_local_synchronization=True, group_desc=description)
 
 
 def limit_collectives(timeout: timedelta, backend_type: type | None = _NCCL) -> None:
@@ -48,8 +79,6 @@ def is_lost_connection(error: object) -> bool:
 
 T = TypeVar("T")
 Metrics = dict[str, MetricSum]
-# elements per all-reduce: large enough to saturate a network, small compared with the gradient
-_BUCKET_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -101,7 +130,11 @@ class Group:
         return set().union(*self.all_gather_object(sorted(local))) - local
 
     def clone_for_thread(self) -> Group:
-        """Create a separate gloo group of the same processes, so collectives of two threads do not interleave."""
+        """Create a separate gloo group of the same processes, so collectives of two threads do not interleave.
+
+        One more socket to every rank, so only the first save in the background creates it: its collectives wait for the
+        disk while those of training go on.
+        """
         if self.size == 1:
             return self
         members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
@@ -120,11 +153,14 @@ class Group:
 
     def sum_numbers(self, numbers: Sequence[Tensor | float], device: torch.device) -> list[float]:
         """Sum scalars elementwise over the group in one message between devices; the host waits once, for the sums."""
-        vector = stack_numbers(numbers, device)
+        sums: list[float] = self.sum_vector(stack_numbers(numbers, device)).cpu().tolist()
+        return sums
+
+    def sum_vector(self, vector: Tensor) -> Tensor:
+        """Sum a tensor over the group in place, without a wait of the host; return it."""
         if self.size > 1:
             dist.all_reduce(vector, group=self.group)
-        sums: list[float] = vector.cpu().tolist()
-        return sums
+        return vector
 
 
 SINGLE_PROCESS = Group()
@@ -142,7 +178,7 @@ class DataParallelGroup(Group):
     metrics_ranks: Group | None = None
     all_ranks: Group | None = None  # every process of the policy; None: self
     needs_lockstep: bool = False  # a forward is a collective (FSDP), so all ranks must run the same number of forwards
-    reduces_gradients: bool = True  # `all_reduce_gradients` sums gradients; otherwise the engine's backward has done so
+    reduces_gradients: bool = True  # `ReplicaSums` sums gradients; otherwise the engine's backward has done so
     is_writer: bool = True  # this process writes results on behalf of its data-parallel rank
     adds_metrics: bool = True  # to a step's; other processes of its tp or cp group compute the same
     adds_rows: bool = True  # other processes of its tp group compute the same rows
@@ -163,23 +199,6 @@ class DataParallelGroup(Group):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
-    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum every gradient over the ranks, in place: the loss is already divided by the pairs of the whole step.
-
-        DistributedDataParallel would average, and would reduce in every micro-batch's backward.
-        """
-        if self.size == 1 or not self.reduces_gradients:
-            return
-        # a parameter without a gradient on any rank keeps None, as in one process: AdamW would apply weight decay
-        holders, _ = self.all_reduce([float(p.grad is not None) for p in parameters])
-        gradients = []
-        for parameter, num_holders in zip(parameters, holders, strict=True):
-            if num_holders:
-                # a rank without pairs in this step contributes zeros
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradients.append(to_local(parameter.grad))
-        all_reduce_bucketed(gradients, self)
-
     def all_gather_pairs(self, local: ObjectiveInputs) -> list[ObjectiveInputs]:
         """Return the pairs of every rank, in rank order, without gradients."""
         if self.size == 1:
@@ -188,27 +207,3 @@ class DataParallelGroup(Group):
         on_host = map_tensors(local, lambda tensor: tensor.detach().cpu())
         gathered = self.all_gather_object(on_host)
         return [map_tensors(each, lambda tensor: copy_to_device(tensor, device)) for each in gathered]
-
-
-def all_reduce_bucketed(tensors: Sequence[Tensor], group: Group) -> None:
-    """Sum every tensor over a group, in place. Small tensors share one all-reduce; sums are fp32 or wider."""
-    for bucket in _buckets(tensors):
-        wide = torch.promote_types(bucket[0].dtype, torch.float32)
-        flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
-        dist.all_reduce(flat, group=group.group)
-        for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(total.view_as(tensor))
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of bounded size."""
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if bucket and (size + gradient.numel() > _BUCKET_ELEMENTS or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.numel()
-    if bucket:
-        yield bucket

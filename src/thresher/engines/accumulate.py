@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import DataParallelGroup, Metrics
-from thresher.distributed.tensors import copy_to_device, read_numbers
+from thresher.distributed.tensors import copy_to_device
 from thresher.engines.nonfinite import ScoredPairs
 from thresher.losses.metrics import merge_metrics
 from thresher.losses.objective import Objective
@@ -119,6 +119,7 @@ def accumulate_gradients(
     objective: Objective,
     num_pairs_in_step: int,
     dp_group: DataParallelGroup,
+    device: torch.device,
     loss_scale: float | None = None,
     stop_requested: StopRequested = never,
 ) -> tuple[Metrics, TokenCounts, list[ScoredPairs]]:
@@ -131,7 +132,7 @@ def accumulate_gradients(
     """
     mismatched: list[ScoredPairs] = []
     if objective.reads_mismatched:
-        point, mismatched = _reference_point(executor, micro_batches, dp_group, stop_requested)
+        point, mismatched = _reference_point(executor, micro_batches, dp_group, device, stop_requested)
         objective = replace(objective, reference_point=point)
         micro_batches = [micro.matched for micro in micro_batches]
     if objective.couples_pairs:
@@ -162,6 +163,7 @@ def _reference_point(
     executor: MicroBatchExecutor,
     micro_batches: Sequence[MicroBatch],
     dp_group: DataParallelGroup,
+    device: torch.device,
     stop_requested: StopRequested,
 ) -> tuple[float, list[ScoredPairs]]:
     """KTO's z0: the mean log ratio of the step's mismatched answers over all ranks, at least 0; and their logps."""
@@ -187,7 +189,7 @@ def _reference_point(
             # an answer that was cut before its first scored token does not count
             counts.append((policy.lengths > 0).sum())
             finished.scored()
-    (total, count), _ = dp_group.all_reduce(read_numbers([sum(log_ratios), sum(counts)]))
+    total, count = dp_group.sum_numbers([sum(log_ratios), sum(counts)], device)
     point = total / count if count else 0.0
     return 0.0 if point < 0.0 else point, scored_pairs  # a NaN stays one
 

@@ -163,8 +163,8 @@ class TrainEngine(Engine):
     adapter_disabled: Callable[[], AbstractContextManager[None]]
     # in fp16
     scaler: LossScale | None = None
-    # around a step, for an optimizer that takes gradients at other weights than those of a checkpoint
-    at_gradient: Callable[[HostBuffers | None], AbstractContextManager[None]] = lambda _: nullcontext()
+    # around a step: for an optimizer that takes gradients at other weights than those of a checkpoint
+    within_step: Callable[[HostBuffers | None], AbstractContextManager[None]] = lambda _: nullcontext()
     _copies: HostBuffers | None = field(default=None, init=False)
 
     def train_step(
@@ -185,7 +185,7 @@ class TrainEngine(Engine):
         whether to stop. The host waits for the device once, to read their sums.
         """
         parameters, training, dp_group = self.parameters, self.training, self.dp_group
-        with self.at_gradient(self._copies):
+        with self.within_step(self._copies):
             try:
                 local, local_tokens, scored = self.accumulate(
                     micro_batches, objective, num_pairs_in_step, stop_requested
@@ -237,7 +237,14 @@ class TrainEngine(Engine):
     ) -> tuple[Metrics, TokenCounts, list[ScoredPairs]]:
         """Add this rank's term of the step's gradient, times the loss scale, to the parameters; not yet reduced."""
         return accumulate_gradients(
-            self.executor, micro_batches, objective, num_pairs_in_step, self.dp_group, self.loss_scale, stop_requested
+            self.executor,
+            micro_batches,
+            objective,
+            num_pairs_in_step,
+            self.dp_group,
+            self.device,
+            self.loss_scale,
+            stop_requested,
         )
 
     @property

@@ -82,16 +82,17 @@ class ExpertBalance:
     @contextmanager
     def added(self, loss_scale: float | None, device: torch.device) -> Iterator[Metrics]:
         """Add the loss of the measured rows to that of a `with` block, times loss_scale; collective."""
-        local = [0.0] * (2 * self.num_experts + 1)
+        # MPS has no fp64
+        on = torch.device("cpu") if device.type == "mps" else device
+        local = torch.zeros(2 * self.num_experts + 1, dtype=torch.float64, device=on)
         if self._load and self.ranks.adds_rows:
-            local = torch.stack(self._load).sum(0).tolist()
+            local += torch.stack(self._load).sum(0).to(on)
         self._load = None
-        (*sums, num_tokens), _ = self.ranks.world.all_reduce(local)
-        routed, probabilities = sums[: self.num_experts], sums[self.num_experts :]
-        factors = [self.num_experts * each / num_tokens**2 for each in routed]
-        value = sum(factor * each for factor, each in zip(factors, probabilities, strict=True))
+        routed, probabilities, num_tokens = self.ranks.world.sum_vector(local).split([self.num_experts] * 2 + [1])
+        factors = self.num_experts * routed / num_tokens.square()
+        value = (factors * probabilities).sum()
         scale = self.coef * (1.0 if loss_scale is None else loss_scale)
-        self._factors = copy_to_device(scale * torch.tensor(factors), device)
+        self._factors = scale * factors.to(device, torch.float32)
         try:
             yield self.ranks.metrics_group.only_on_rank0({"moe_aux_loss": MetricSum(value, 1.0)})
         finally:

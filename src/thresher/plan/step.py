@@ -203,8 +203,8 @@ def step_time(
 ) -> StepTime:
     """Expected time of a step.
 
-    FSDP2 gathers and reduces while layers compute: what takes longer than they do is exposed. Products wait for the
-    messages of tp, cp, ep and pp, and the optimizer for the sum over replicas.
+    FSDP2 gathers and reduces while layers compute, and replicas are summed while the last backward does: what takes
+    longer than they do is exposed. Products wait for the messages of tp, cp, ep and pp.
     """
     gpu, dims = cluster.gpu, process.dims
     flops = flops or step_flops(process, rows, mismatched)
@@ -218,8 +218,12 @@ def step_time(
     # ZeRO-1 gathers in the first forward of a step, and reduces in the last backward
     covering = compute / max(1.0, micro_batches) if process.settings.zero_stage == 1 else compute
     waiting = exposed_tp * seconds.get("tp", 0.0) + seconds.get("cp", 0.0) + seconds.get("ep", 0.0)
-    exposed = waiting + seconds.get("pp", 0.0) + seconds.get("dp_replicate", 0.0)
-    exposed += max(0.0, seconds.get("dp_shard", 0.0) - covering)
+    exposed = waiting + seconds.get("pp", 0.0)
+    left = covering - seconds.get("dp_shard", 0.0)
+    exposed += max(0.0, -left)
+    # a backward takes two thirds of the products of a micro-batch
+    last_backward = 2 / 3 * compute / max(1.0, micro_batches)
+    exposed += max(0.0, seconds.get("dp_replicate", 0.0) - max(0.0, min(last_backward, left)))
     idle = (dims.pp - 1) / (max(dims.pp, micro_batches) * process.settings.virtual_pp_size)
     if process.settings.pp_schedule == "zero_bubble":
         idle /= 3  # gradients of weights, a third of the products, fill a bubble of both passes

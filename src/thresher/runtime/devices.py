@@ -1,4 +1,4 @@
-"""What a process needs before it computes: its device, the environment of CUDA, and the process group of its role.
+"""What a process needs before it computes: descriptors, its device, the environment of CUDA, and its process group.
 
 A GPU that is mapped must work: a process falls back to the CPU only with THRESHER_DEVICE=cpu. Environment variables are
 set before CUDA starts; those that the user has set are kept, even under their older names. torch.numa binds only
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -28,6 +29,24 @@ CPU = torch.device("cpu")
 DEVICE_VARIABLE = "THRESHER_DEVICE"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NUMA_NODES = Path("/sys/devices/system/node")
+
+# sockets to every rank: of the world, of all meshes together, and of background saves
+_DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 3, 256
+
+
+def raise_descriptor_limit(num_ranks: int) -> str | None:
+    """Raise this process's soft limit of open files to the hard one; return a warning if that is too low."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _DESCRIPTORS_PER_RANK * num_ranks + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    return (
+        f"{socket.gethostname()} allows {soft} open files per process, and {num_ranks} ranks may need {needed}; raise "
+        "the hard limit (`ulimit -Hn`, LimitNOFILE= of a systemd service), or set TORCH_GLOO_LAZY_INIT=1"
+    )
 
 
 def claim_gpu(worker: str, index: int) -> torch.device:

@@ -35,7 +35,7 @@ from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
 from thresher.reference.scorers import Reference
 from thresher.reference.step_zero_check import check_step_zero
-from thresher.runtime.devices import prepare_cuda
+from thresher.runtime.devices import prepare_cuda, raise_descriptor_limit
 from thresher.training.trainer import EvaluationRecord, RankTrainer, Record
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class Rank:
         self.is_open = False  # until it has a config
 
     def _prepare_device(self, role: str, log_dir: Path) -> None:
+        if warning := raise_descriptor_limit(self._size):
+            logger.warning("%s", warning)
         self._dump_prefix = log_dir / WORKERS / f"{role}-nccl-"
         self._device_notes = [f"device: {self._device}", *prepare_cuda(self._device, self._dump_prefix)]
 

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import socket
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -45,8 +44,6 @@ class LaunchedRank(PolicyRank):
     def receive(self, values: Values) -> None:
         """Set the environment of a config, open the log of a follower, and find the device."""
         config = parse_config(dict(values))
-        # torch warns about its own use of meshes; on Ray, the warning is in the output of the workers
-        warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
         environment = config.environment_of(_ROLE)
         os.environ.update(environment)
         log_dir = config.log_dir.resolve()

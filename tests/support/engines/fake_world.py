@@ -25,6 +25,49 @@ def shapes_in_a_fake_world(
         return pool.apply(_shapes, (model_type, config, sizes, num_processes))
 
 
+def megatron_groups_in_a_fake_world(
+    sizes: MegatronSizes, num_processes: int, rank: int
+) -> tuple[dict[str, list[int]], dict[str, list[int]], list[list[int]]]:
+    """Create Megatron-Core's groups of a rank: as it does alone, and as thresher lets it.
+
+    Returns the ranks of its groups by name, of both, and the ranks of every group that the second one creates.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(1) as pool:
+        return pool.apply(_groups, (sizes, num_processes, rank))
+
+
+def _groups(
+    sizes: MegatronSizes, num_processes: int, rank: int
+) -> tuple[dict[str, list[int]], dict[str, list[int]], list[list[int]]]:
+    import contextlib
+    from unittest import mock
+
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tests.support.megatron_cpu import use_cpu_as_cuda
+
+    use_cpu_as_cuda()
+    from megatron.core import parallel_state
+
+    from thresher.engines.megatron import parallel
+
+    found: list[dict[str, list[int]]] = []
+    created: list[list[int]] = []
+    for is_shared in (False, True):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_processes)
+        alone = mock.patch.object(parallel, "_shared_groups", contextlib.nullcontext)
+        with contextlib.nullcontext() if is_shared else alone:
+            parallel.create_groups(sizes)
+        groups = {name: each for name, each in vars(parallel_state).items() if isinstance(each, dist.ProcessGroup)}
+        found.append({name: dist.get_process_group_ranks(each) for name, each in groups.items()})
+        created = [list(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
+        parallel.destroy_groups()
+        dist.destroy_process_group()
+    return found[0], found[1], created
+
+
 def _shapes(
     model_type: str, config: dict[str, Any], sizes: MegatronSizes, num_processes: int
 ) -> tuple[Elements, Elements]:

@@ -126,7 +126,7 @@ def steps_on_given_gradients(run: Run) -> dict[str, Tensor]:
     policy = build_policy(run)
     draw = torch.Generator().manual_seed(0)
     for _ in range(NUM_STEPS):
-        with policy.at_gradient(None):
+        with policy.within_step(None):
             for parameter in policy.parameters.by_name.values():
                 gradient = torch.randn(parameter.shape, generator=draw)
                 policy.parameters.shards[parameter].grad = gradient[local_slices(parameter)].clone()

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.distributed.groups import DataParallelGroup
 from thresher.distributed.mesh import Mesh, ParallelDims
+from thresher.distributed.replicas import ReplicaSums
 from thresher.engines.accumulate import MicroBatchExecutor
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.engines.native.declaration import FSDP2Settings
+from thresher.engines.native.fsdp import GradientSync
 from thresher.engines.native.parallelize import ParallelContext, parallelize
 from thresher.engines.native.parameters import LocalCheckpoint, LocalParameters
 from thresher.engines.native.sequential import SequentialExecutor, with_balance
@@ -88,7 +90,7 @@ def train_engine(
         compilation.apply(model.backbone)
     return TrainEngine(
         model=module.train(),
-        executor=_executor(model, layout, parallel),
+        executor=_executor(model, layout, parallel, parallel.gradient_sync or parameters.replicas),
         dp_group=parallel.dp_group,
         device=model.device,
         hidden_size=model.hidden_size,
@@ -97,7 +99,7 @@ def train_engine(
         training=training,
         adapter_disabled=partial(adapter_disabled, module),
         scaler=LossScale.of(training, compute_dtype),
-        at_gradient=parameters.at_gradient,
+        within_step=parameters.within_step,
     )
 
 
@@ -113,7 +115,13 @@ def infer_engine(
     model = _pair_model(module, layout, compute_dtype, parallel)
     if compilation is not None:
         compilation.apply(model.backbone)
-    return Engine(module, _executor(model, layout, parallel), parallel.dp_group, model.device, model.hidden_size)
+    return Engine(
+        module,
+        _executor(model, layout, parallel, parallel.gradient_sync),
+        parallel.dp_group,
+        model.device,
+        model.hidden_size,
+    )
 
 
 def axis_sizes(settings: FSDP2Settings, num_processes: int) -> ParallelDims:
@@ -169,11 +177,14 @@ def _pair_model(module: nn.Module, layout: Layout, compute_dtype: torch.dtype, p
     )
 
 
-def _executor(model: PairModel, layout: Layout, parallel: ParallelContext) -> MicroBatchExecutor:
-    sync = parallel.gradient_sync
+def _executor(
+    model: PairModel, layout: Layout, parallel: ParallelContext, sync: GradientSync | ReplicaSums | None = None
+) -> MicroBatchExecutor:
     if parallel.stage is not None:
         from thresher.engines.native.pipeline_executor import PipelineExecutor
 
+        if parallel.settings.pp_schedule == "zero_bubble" and isinstance(sync, ReplicaSums):
+            sync = None  # gradients of weights follow a backward, so sums wait for all of them
         return PipelineExecutor(model, layout, parallel.stage, sync, parallel.settings)
 
     def run_backward(loss: Tensor, is_last: bool) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 
 from thresher.data.example import ExampleBatch
 from thresher.distributed.groups import Metrics
+from thresher.distributed.replicas import ReplicaSums
 from thresher.engines.accumulate import LossFn, TokenCounts
 from thresher.engines.native.declaration import FSDP2Settings
 from thresher.engines.native.fsdp import GradientSync
@@ -63,7 +64,7 @@ class PipelineExecutor:
     model: PairModel
     layout: Layout
     stage: PipelineStageInfo
-    gradient_sync: GradientSync | None = None
+    gradient_sync: GradientSync | ReplicaSums | None = None
     settings: FSDP2Settings = field(default_factory=FSDP2Settings)
     _schedules: dict[tuple[int, bool], _KeptSchedule] = field(init=False, default_factory=dict, repr=False)
 

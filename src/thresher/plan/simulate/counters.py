@@ -131,7 +131,7 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]  # of its process group, in the world
     device: str  # type of the device of the payload
     is_of_numbers: bool = False  # the payload is in fp64, so it is not a tensor of the model
-    of_mesh: str = ""  # the description of the group: `mesh_` and the dimension of a mesh
+    is_functional: bool = False  # of DTensor and of cp, in which a graph can see it
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -155,13 +155,12 @@ class CommunicationCounter(TorchDispatchMode):
                 first = args[1] if name in ("_reduce_scatter_base_", "alltoall_base_") else args[0]
                 payload = made if kind == "all_gather" and is_functional else first
                 tensors = [tensor for tensor in tree_leaves(payload) if isinstance(tensor, Tensor)]
-                group = _group_of(args)
                 collective = Collective(
                     kind,
-                    tuple(get_process_group_ranks(group)),
+                    tuple(get_process_group_ranks(_group_of(args))),
                     tensors[0].device.type,
                     tensors[0].dtype == torch.float64,
-                    group.group_desc,
+                    is_functional,
                 )
                 self.calls_of[collective] += 1
                 self.payloads[collective] += sum(tensor.nbytes for tensor in tensors)

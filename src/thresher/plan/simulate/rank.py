@@ -166,21 +166,17 @@ def mesh_dim_of(collective: Collective, dims: ParallelDims, rank: int) -> Counte
     """The mesh dimension whose processes exchange device data in a collective."""
     kind, ranks = collective.kind, collective.ranks
     if kind == "all_to_all":
-        return "cp" if collective.of_mesh == "mesh_cp" else "ep"
-    if collective.of_mesh == "mesh_ep_shard":
-        return "dp_shard"
+        return "cp" if collective.is_functional else "ep"
     if kind in ("send", "receive", "broadcast"):
         return "pp"
-    is_of_fsdp = kind in ("all_gather", "reduce_scatter")
+    if kind in ("all_gather", "reduce_scatter") and not collective.is_functional:
+        return "dp_shard"  # of FSDP2, over dp_shard and cp or what ep leaves of them
     mesh = np.arange(dims.num_processes).reshape(dims.sizes)
     own = np.argwhere(mesh == rank)[0]
     for number, mesh_dim in enumerate(MESH_DIMS):
         index = tuple(slice(None) if each == number else at for each, at in enumerate(own))
         if set(ranks) <= set(mesh[index].tolist()):
-            # FSDP2 shards over dp_shard and cp
-            return "dp_shard" if mesh_dim == "cp" and is_of_fsdp else cast("CountedDim", mesh_dim)
-    if is_of_fsdp:
-        return "dp_shard"
+            return cast("CountedDim", mesh_dim)
     raise ValueError(f"a {kind} of the ranks {ranks} is along no mesh dimension")
 
 
