@@ -77,6 +77,13 @@ class TrackerArgs(Section):
     """Run tags on wandb and mlflow."""
 
 
+class ProfileConfig(Section):
+    """`profile`: traces of some steps, one per rank of the policy. Without it, no step is profiled."""
+
+    steps: Annotated[list[PositiveInt], Field(min_length=1)]
+    """Steps to profile, counted from 1; each writes a file to logs/profile. Such a step is slower."""
+
+
 # keys of tracker_kwargs, and the trackers that use them
 _TRACKER_SETTINGS = (
     (("wandb_project", "wandb_entity", "wandb_mode", "wandb_api_key"), ("wandb",)),
@@ -205,6 +212,7 @@ class DPOConfig(LossConfig):
     track_with: StringList = ["console"]
     """Any of console, tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
+    profile: ProfileConfig | None = None
 
     # names of TRL that DPOTrainer's methods use and a run does not, such as hub_model_id
     _trainer_options: dict[str, Any] = PrivateAttr(default_factory=dict)

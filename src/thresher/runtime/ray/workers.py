@@ -35,14 +35,16 @@ from thresher.observability.heartbeat import (
     report_progress,
     set_activity,
 )
+from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, TraceSpan
+from thresher.observability.trackers.ray_metrics import RankMetrics
 from thresher.reference.scorers import Reference
 from thresher.runtime.devices import CPU, claim_gpu, init_process_group
 from thresher.runtime.rank import PolicyRank, Rank
 from thresher.runtime.ray import IMPORT_STARTED_AT
 from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
 from thresher.runtime.ray.remote_reference import FlatSide, pack_logps, prefetch_reference
-from thresher.training.trainer import evaluation_batches
+from thresher.training.trainer import Record, evaluation_batches
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Worker(Rank):
     def take(self, config: DPOConfig, role: str, log_dir: Path, level: int) -> str | None:
         """Take the config of a run, and log to its directory; return a warning if that is not possible."""
         self.config, self.is_open = config, True
+        self._metrics = RankMetrics(config.exp_name, role, self._rank)
         return self.open_log(log_dir, role, level, sorted(config.environment_of(role)))
 
     def drain(self, method: str, *arguments: object) -> None:
@@ -109,6 +112,17 @@ class Worker(Rank):
 
 class ActorWorker(Worker, PolicyRank):
     """One rank of the policy; its reference may have its own workers."""
+
+    def run(self, until: int) -> Iterator[Record]:
+        for step, record in super().run(until):
+            if isinstance(record, dict):
+                self._metrics.record(record)
+            yield step, record
+
+    def save(self) -> None:
+        started = time.perf_counter()
+        super().save()
+        self._metrics.record({"time/save": time.perf_counter() - started})
 
     def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:
         if self._inputs.mode == "concurrent" and workers:
@@ -162,7 +176,9 @@ class ReferenceWorker(Worker):
         flat = pack_logps([self._score(examples, ids) for ids in batches])
         end_activity()
         self._num_scored += 1
-        self._spans.append(TraceSpan("reference", step, started, time.time()))
+        stopped = time.time()
+        self._spans.append(TraceSpan("reference", step, started, stopped))
+        self._metrics.record({"time/step": stopped - started, **memory_metrics()})
         self._recent[step, rank] = flat
         if len(self._recent) > self._num_ranks * self.config.reference.prefetch_steps:
             del self._recent[next(iter(self._recent))]
