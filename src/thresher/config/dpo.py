@@ -78,10 +78,10 @@ class TrackerArgs(Section):
 
 
 class ProfileConfig(Section):
-    """`profile`: traces of some steps, one per rank of the policy. Without it, no step is profiled."""
+    """Traces of single steps."""
 
-    steps: Annotated[list[PositiveInt], Field(min_length=1)]
-    """Steps to profile, counted from 1; each writes a file to logs/profile. Such a step is slower."""
+    steps: list[PositiveInt] = []
+    """Steps to profile, counted from 1: each rank of the policy writes a trace of them to logs/profile."""
 
 
 # keys of tracker_kwargs, and the trackers that use them
@@ -210,9 +210,10 @@ class DPOConfig(LossConfig):
     validation: ValidationConfig | None = None
     samples: SamplesConfig | None = None
     track_with: StringList = ["console"]
-    """Any of console, tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written."""
+    """Any of console, tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written, and a run on Ray exports to
+    Prometheus."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
-    profile: ProfileConfig | None = None
+    profile: ProfileConfig = ProfileConfig()
 
     # names of TRL that DPOTrainer's methods use and a run does not, such as hub_model_id
     _trainer_options: dict[str, Any] = PrivateAttr(default_factory=dict)

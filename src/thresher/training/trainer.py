@@ -106,7 +106,7 @@ class RankTrainer:
         self._collective_timeout = timedelta(seconds=config.heartbeat_timeout)  # inside a step after warm-up
         self._sampler = sampler
         self._profiler = StepProfiler(
-            config.profile.steps if config.profile else (),
+            config.profile.steps,
             plan.num_steps,
             config.log_dir,
             engine.dp_group.world.rank,

@@ -1,12 +1,12 @@
 """Metrics through Ray's metrics API, which the agent of each node exports to Prometheus.
 
 Ray writes `ray_` before the names. They are a fixed set, and labels are the run, the set of pairs, the role and the
-rank. Setting a value takes microseconds and waits for nothing: Ray sends the values from a thread.
+rank. Setting a value takes microseconds and waits for nothing: Ray sends the values from a thread of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +48,24 @@ _OF_RANK = {
 _MEMORY = ("rss", "cuda_allocated", "cuda_reserved")
 
 
-class _Gauges:
-    """Gauges by name, made when they are first set."""
+class Gauges:
+    """Gauges by name, made when they are first set, in a process that is connected to Ray.
 
-    def __init__(self, **labels: str):
-        self._labels = labels
+    Ray's agent drops a gauge that is not set again within two of its intervals (10 seconds each, at least 1), and a
+    step or the time between two evaluations may be longer: a thread sets all of them again every second.
+    """
+
+    def __init__(self) -> None:
+        self._labels: dict[str, str] = {}
         self._gauges: dict[str, Any] = {}
+        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="metrics for Ray", daemon=True)
+        self._thread.start()
+
+    def start(self, **labels: str) -> None:
+        """Forget the values of an earlier run, and label those of the next one."""
+        self._values, self._labels = {}, labels
 
     def set(self, name: str, value: float, **labels: str) -> None:
         from ray.util.metrics import Gauge  # without Ray, nothing calls this
@@ -62,6 +74,16 @@ class _Gauges:
         if name not in self._gauges:
             self._gauges[name] = Gauge(f"thresher_{name}", tag_keys=tuple(labels))
         self._gauges[name].set(float(value), labels)
+        self._values[name, tuple(labels.items())] = float(value)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def _repeat(self) -> None:
+        while not self._is_closed.wait(1.0):
+            for (name, labels), value in list(self._values.items()):
+                self._gauges[name].set(value, dict(labels))
 
 
 class RayMetricsTracker:
@@ -74,7 +96,8 @@ class RayMetricsTracker:
 
     def start(self, run: RunInfo, resume_step: int | None) -> None:
         """Set what is known before the first step."""
-        self._gauges = _Gauges(run=run.exp_name)
+        self._gauges = Gauges()
+        self._gauges.start(run=run.exp_name)
         self._recoveries = run.run_dir / RECOVERIES
         self._gauges.set("total_steps", run.total_steps)
         self._gauges.set("step", max(0, resume_step or 0))
@@ -86,35 +109,26 @@ class RayMetricsTracker:
         for name, value in metrics.items():
             if (own := _OF_RUN.get(name)) is not None:
                 self._gauges.set(own, value)
-                continue
-            part, is_evaluation, rest = name.rpartition("eval/")
-            if (own := _OF_PAIRS.get(rest)) is not None and not part:
-                self._gauges.set(own, value, split="eval" if is_evaluation else "train")
+            elif (own := _OF_PAIRS.get(name.removeprefix("eval/"))) is not None:
+                self._gauges.set(own, value, split="eval" if name.startswith("eval/") else "train")
 
     def log_table(self, step: int, table: Table) -> None:
         """Do nothing: Prometheus has no texts."""
 
-    def close(self, status: Status) -> None:
-        """Do nothing: Ray drops the metrics when the process ends."""
+    def close(self, status: Status) -> None:  # noqa: ARG002
+        """Let Ray's agent drop the metrics; Prometheus has their history."""
+        self._gauges.close()
 
 
 def _count_lines(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_bytes().count(b"\n")
-    return 0
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-class RankMetrics:
-    """Metrics of one worker, which are set in its process."""
-
-    def __init__(self, run: str, role: str, rank: int):
-        self._gauges = _Gauges(run=run, role=role, rank=str(rank))
-
-    def record(self, metrics: Mapping[str, float]) -> None:
-        """Set the metrics that differ between ranks."""
-        for name, own in _OF_RANK.items():
-            if name in metrics:
-                self._gauges.set(own, metrics[name])
-        for kind in _MEMORY:
-            if (gigabytes := metrics.get(f"memory/peak_{kind}_gb")) is not None:
-                self._gauges.set("peak_memory_bytes", gigabytes * 1e9, kind=kind)
+def record_rank(gauges: Gauges, metrics: Mapping[str, float]) -> None:
+    """Set the metrics that differ between ranks."""
+    for name, own in _OF_RANK.items():
+        if name in metrics:
+            gauges.set(own, metrics[name])
+    for kind in _MEMORY:
+        if (gigabytes := metrics.get(f"memory/peak_{kind}_gb")) is not None:
+            gauges.set("peak_memory_bytes", gigabytes * 1e9, kind=kind)

@@ -37,7 +37,7 @@ from thresher.observability.heartbeat import (
 )
 from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, TraceSpan
-from thresher.observability.trackers.ray_metrics import RankMetrics
+from thresher.observability.trackers.ray_metrics import Gauges, record_rank
 from thresher.reference.scorers import Reference
 from thresher.runtime.devices import CPU, claim_gpu, init_process_group
 from thresher.runtime.rank import PolicyRank, Rank
@@ -60,6 +60,7 @@ class Worker(Rank):
             os.chdir(directory)  # relative paths mean the same as in the driver
         super().__init__(rank, size, CPU)
         self._store: TCPStore | None = None
+        self._gauges = Gauges()
         self._import_seconds = time.time() - IMPORT_STARTED_AT
 
     def claim_device(self, role: str, log_dir: Path, uses_gpu: bool) -> float:
@@ -75,7 +76,7 @@ class Worker(Rank):
     def take(self, config: DPOConfig, role: str, log_dir: Path, level: int) -> str | None:
         """Take the config of a run, and log to its directory; return a warning if that is not possible."""
         self.config, self.is_open = config, True
-        self._metrics = RankMetrics(config.exp_name, role, self._rank)
+        self._gauges.start(run=config.exp_name, role=role, rank=str(self._rank))
         return self.open_log(log_dir, role, level, sorted(config.environment_of(role)))
 
     def drain(self, method: str, *arguments: object) -> None:
@@ -116,13 +117,13 @@ class ActorWorker(Worker, PolicyRank):
     def run(self, until: int) -> Iterator[Record]:
         for step, record in super().run(until):
             if isinstance(record, dict):
-                self._metrics.record(record)
+                record_rank(self._gauges, record)
             yield step, record
 
     def save(self) -> None:
         started = time.perf_counter()
         super().save()
-        self._metrics.record({"time/save": time.perf_counter() - started})
+        record_rank(self._gauges, {"time/save": time.perf_counter() - started})
 
     def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:
         if self._inputs.mode == "concurrent" and workers:
@@ -178,7 +179,7 @@ class ReferenceWorker(Worker):
         self._num_scored += 1
         stopped = time.time()
         self._spans.append(TraceSpan("reference", step, started, stopped))
-        self._metrics.record({"time/step": stopped - started, **memory_metrics()})
+        record_rank(self._gauges, {"time/step": stopped - started, **memory_metrics()})
         self._recent[step, rank] = flat
         if len(self._recent) > self._num_ranks * self.config.reference.prefetch_steps:
             del self._recent[next(iter(self._recent))]
