@@ -50,6 +50,7 @@ TITLES = {
     "ValidationConfig": "Validation",
     "SamplesConfig": "Samples",
     "TrackerArgs": "Trackers",
+    "ProfileConfig": "Profile",
     "StrategyArgs": "Engine",
     "FSDP2Settings": "fsdp2",
     "DeepSpeedTrainSettings": "DeepSpeed",

@@ -15,19 +15,23 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.acceptance import kernels, runs
+from benchmarks.acceptance import families, kernels, runs
 from benchmarks.acceptance.report import Part, Place, run_parts, write_report
 
 PARTS: dict[str, Part] = {
     "environment": kernels.environment,
     "attention": kernels.attention,
+    "attention_heads": kernels.attention_heads,
     "lm_head": kernels.lm_head,
+    "families": families.families,
+    "compiled": families.compiled,
     "host_reads": kernels.host_reads,
     "speed": kernels.speed,
     "collectives": runs.collectives,
     "parity": runs.parity,
     "failure": runs.failure,
     "stall": runs.stall,
+    "ray": runs.ray,
 }
 
 

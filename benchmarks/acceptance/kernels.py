@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import random
 import statistics
@@ -73,7 +74,7 @@ def attention(place: Place) -> Facts:
         ]:
             segments = _random_pack(size, draw)
             kind = (segments, kv_heads, window, softcap, has_sinks)
-            expected = _attend(*kind, device="cpu", dtype=torch.float64)
+            expected = _attend(*kind, device="cpu", dtype=torch.float64, is_dense=True)
             errors.append(_largest_error(_attend(*kind, device=place.device, dtype=torch.float32), expected))
             if window is None and softcap is None:
                 found = _attend(*kind, device=place.device, dtype=torch.bfloat16, uses_varlen=True)
@@ -87,6 +88,31 @@ def attention(place: Place) -> Facts:
         "largest_error_of_flash_in_bf16": max(flash_errors),
         "compiled_graphs": counters["unique_graphs"],
     }
+
+
+def attention_heads(place: Place) -> Facts:
+    """Attention in bf16 with heads of 64, 128 and 256, grouped and not, against dense attention in fp32.
+
+    Both have the same inputs, rounded to bf16. A kernel rounds its products to bf16, 0.2 % each.
+    """
+    draw, errors = random.Random(0), dict[str, list[float]]()
+    sizes = [200] if place.device == "cpu" else [200, 3000]
+    for head_dim, (heads, kv_heads), size in itertools.product((64, 128, 256), ((8, 1), (4, 4)), sizes):
+        segments = _random_pack(size, draw)
+        for window, softcap in [(None, None), (100, 30.0)]:
+            kind = (segments, kv_heads, window, softcap, False)
+            shape = {"heads": heads, "head_dim": head_dim}
+            found = _attend(*kind, **shape, device=place.device, dtype=torch.bfloat16)
+            expected = _attend(*kind, **shape, device="cpu", dtype=torch.float32, is_dense=True)
+            differences = [_relative(one, other) for one, other in zip(found, expected, strict=True)]
+            errors.setdefault(f"{head_dim}, {heads} heads, {kv_heads} of keys", []).extend(differences)
+    for name, found_errors in errors.items():
+        check(max(found_errors) < 1e-2, f"{name}: bf16 differs from fp32 by {max(found_errors):.2%} of the norm")
+    return {"tolerance": 1e-2, "largest_error": {name: max(each) for name, each in errors.items()}}
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.cpu().double() - expected.double()).norm() / expected.double().norm())
 
 
 def _largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -118,23 +144,27 @@ def _attend(
     *,
     device: str,
     dtype: torch.dtype,
+    is_dense: bool = False,
     uses_varlen: bool = False,
+    heads: int = 4,
+    head_dim: int = 16,
 ) -> list[Tensor]:
-    """Return the output and the gradients of all inputs; the same numbers for any device and dtype."""
-    generator, rows = torch.Generator().manual_seed(0), segments[-1].stop
-    shapes = [(1, 4, rows, 16), (1, kv_heads, rows, 16), (1, kv_heads, rows, 16), (1, rows, 4, 16)]
-    values = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    heads, weights = [each.requires_grad_() for each in values[:3]], values[3]
-    sinks = torch.linspace(-1, 3, 4).to(device, dtype).requires_grad_() if has_sinks else None
-    if dtype == torch.float64:
-        out = dense_attention(*heads, segments, 0.3, softcap=softcap, window=window, sinks=sinks).transpose(1, 2)
+    """Return the output and the gradients of all inputs, whose values in bf16 are the same for any device and dtype."""
+    generator, rows, scale = torch.Generator().manual_seed(0), segments[-1].stop, 1.2 * head_dim**-0.5
+    of_keys = (1, kv_heads, rows, head_dim)
+    shapes = [(1, heads, rows, head_dim), of_keys, of_keys, (1, rows, heads, head_dim)]
+    values = [torch.randn(shape, generator=generator).bfloat16().to(device, dtype) for shape in shapes]
+    inputs, weights = [each.requires_grad_() for each in values[:3]], values[3]
+    sinks = torch.linspace(-1, 3, heads).to(device, dtype).requires_grad_() if has_sinks else None
+    if is_dense:
+        out = dense_attention(*inputs, segments, scale, softcap=softcap, window=window, sinks=sinks).transpose(1, 2)
     else:
         packed = PackedAttention(segments, uses_varlen=uses_varlen)
         mask = None if window is None else Window(window)
-        settings = {"pair_visibility": packed, "scaling": 0.3, "softcap": softcap, "s_aux": sinks}
-        out, _ = pair_attention(nn.Identity(), *heads, mask, **settings)
+        settings = {"pair_visibility": packed, "scaling": scale, "softcap": softcap, "s_aux": sinks}
+        out, _ = pair_attention(nn.Identity(), *inputs, mask, **settings)
     (out * weights).sum().backward()
-    inputs = heads if sinks is None else [*heads, sinks]
+    inputs = inputs if sinks is None else [*inputs, sinks]
     return [out.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 

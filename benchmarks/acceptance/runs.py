@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 _SECONDS = 600
 _HANG_SECONDS = 15
 
-CASES_ON_CPU: dict[str, dict[str, Any]] = {"shards": {}}
+COMPILED = {"training_args": {"torch_compile": True}}
+CASES_ON_CPU: dict[str, dict[str, Any]] = {"shards": {}, "compiled": COMPILED}
 CASES_ON_GPUS: dict[str, dict[str, Any]] = {
     **CASES_ON_CPU,
     "replicas": {"strategy_args": {"strategy_config": {"dp_replicate": 2}}},
@@ -29,7 +31,10 @@ CASES_ON_GPUS: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy_args": {"strategy_config": {"pp_size": 2}}},
     "context parallel": {"strategy_args": {"strategy_config": {"cp_size": 2}}},
     "cpu offload": {"strategy_args": {"strategy_config": {"cpu_offload": True}}},
-    "compiled": {"training_args": {"torch_compile": True}},
+    "compiled tensor parallel": {**COMPILED, "strategy_args": {"strategy_config": {"tp_size": 2}}},
+    "compiled pipeline": {**COMPILED, "strategy_args": {"strategy_config": {"pp_size": 2}}},
+    "compiled context parallel": {**COMPILED, "strategy_args": {"strategy_config": {"cp_size": 2}}},
+    "compiled, all recomputed": {"training_args": {"torch_compile": True, "gradient_checkpointing": "full"}},
 }
 
 
@@ -86,6 +91,26 @@ def stall(place: Place) -> Facts:
         check("another rank hangs" in done.stderr, done.stderr[-2000:])
     dumps = list((place.directory / "hung" / "logs" / "workers").glob("actor_train-nccl-*"))
     return {"heartbeat_timeout": _HANG_SECONDS, "seconds_with_start_up": round(seconds, 1), "dumps": len(dumps)}
+
+
+def ray(place: Place) -> Facts:
+    """Two Ray workers log the numbers of one process, each on a device of its own, and write their logs."""
+    _needs_two(place)
+    one = place.directory / "one process"
+    if not one.exists():
+        _train(place, "one process", {}, num_ranks=1)
+    where = {"num_workers": 2} if place.device == "cpu" else {"device_mapping": [0, 1]}
+    config = _write(place, "on Ray", {"runtime": "ray", "actor_train": where})
+    done = _run(place, [sys.executable, "-m", "thresher", "train", str(config)])
+    check(done.returncode == 0, done.stderr[-2000:])
+    assert_same_run(config.with_suffix(""), one)
+    logs = [(config.with_suffix("") / "logs" / "workers" / f"actor_train-{rank}.log").read_text() for rank in (0, 1)]
+    devices = [re.findall(r"device: (.+)", log)[0] for log in logs]
+    # each worker sees one GPU, as number 0
+    check(devices == ["cpu" if place.device == "cpu" else "cuda:0"] * 2, f"the workers have the devices {devices}")
+    visible = [re.findall(r"CUDA_VISIBLE_DEVICES=(\S*)", log) for log in logs]
+    check(place.device == "cpu" or visible[0] != visible[1] != [], f"the workers see the GPUs {visible}")
+    return {"devices": devices, "visible": visible}
 
 
 def _needs_two(place: Place) -> None:

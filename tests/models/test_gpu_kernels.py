@@ -34,7 +34,10 @@ SHORT = {"query": "q", "key": "k", "value": "v", "hidden_states": "x"}
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton==3.9.0")
 @pytest.mark.parametrize("capability", GPUS)
 def test_attention_compiles_for_a_gpu_forward_and_backward(capability):
-    """In bf16, also with a soft cap, and forward in fp32; every kernel fits into the shared memory of the GPU."""
+    """In bf16 with heads of 64, 128 and 256, also with a soft cap, and forward in fp32; 8 query heads share keys.
+
+    Every kernel fits into the shared memory of the GPU.
+    """
     guard = "" if torch.version.cuda else str(compile_guard(user_cache_dir() / "simulate"))
     program = [sys.executable, "-W", "ignore", "-m", "tests.support.compile_for_gpu", str(capability), guard]
     ended = subprocess.run(
@@ -48,8 +51,8 @@ def test_attention_compiles_for_a_gpu_forward_and_backward(capability):
     assert ended.returncode == 0, ended.stderr[-3000:]
     kernels = json.loads(ended.stdout.splitlines()[-1])
     attention = [kernel["name"] for kernel in kernels if kernel["name"].startswith("triton_tem")]
-    assert len(attention) == 5
-    assert sum("backward" in name for name in attention) == 2
+    assert len(attention) == 10
+    assert sum("backward" in name for name in attention) == 4
     for kernel in kernels:
         assert kernel["ptx_target"].startswith(f"sm_{capability}"), kernel
         assert kernel["cubin_bytes"] > 0, kernel

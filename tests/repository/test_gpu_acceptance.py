@@ -13,8 +13,11 @@ import torch
 
 from tests.support.paths import ROOT
 
-QUICK = ("environment", "attention", "lm_head", "host_reads", "speed", "collectives")
-LONG = ("parity", "failure", "stall")  # runs, of which CI has tests
+QUICK = (
+    *("environment", "attention", "attention_heads", "lm_head"),
+    *("families", "compiled", "host_reads", "speed", "collectives"),
+)
+LONG = ("parity", "failure", "stall", "ray")  # runs, of which CI has tests
 
 
 def accept(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

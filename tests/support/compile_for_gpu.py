@@ -142,16 +142,19 @@ def _compile_attention() -> None:
 
     segments = (Segment(0, 639), Segment(639, 1022, 0, 256), Segment(1022, 1500))
     device = torch.device("cuda", 0)
-    for dtype, with_grad, softcap in (
-        (torch.bfloat16, True, None),
-        (torch.bfloat16, True, 30.0),
-        (torch.float32, False, None),  # the start-up check
+    for head_dim, dtype, with_grad, softcap in (
+        (128, torch.bfloat16, True, None),
+        (64, torch.bfloat16, True, None),
+        (256, torch.bfloat16, True, None),
+        (128, torch.bfloat16, True, 30.0),
+        (128, torch.float32, False, None),  # the start-up check
+        (256, torch.float32, False, None),
     ):
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(with_grad):
-            shapes = [(1, 32, 1500, 128), (1, 8, 1500, 128), (1, 8, 1500, 128)]
+            shapes = [(1, heads, 1500, head_dim) for heads in (32, 4, 4)]  # 8 heads per head of keys
             heads = [torch.empty(shape, device=device, dtype=dtype, requires_grad=with_grad) for shape in shapes]
             mask = block_mask(segments, 1500, None, device)
-            out = flex_segment_attention(*heads, mask, 128**-0.5, softcap, compiled_flex_attention())
+            out = flex_segment_attention(*heads, mask, head_dim**-0.5, softcap, compiled_flex_attention())
             if with_grad:
                 out.sum().backward()
 

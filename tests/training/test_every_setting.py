@@ -183,7 +183,7 @@ NO_NUMBERS = {
             "max_consecutive_skipped_steps",
         ),
         *("max_restarts", "graceful_stop_timeout", "heartbeat_timeout", "elastic", "health"),
-        *("pretrain", "sequence_length", *COLUMN_KEYS, "track_with", "tracker_kwargs"),
+        *("pretrain", "sequence_length", *COLUMN_KEYS, "track_with", "tracker_kwargs", "profile"),
         *(
             "actor_train",
             "reference",

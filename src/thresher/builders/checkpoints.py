@@ -40,6 +40,7 @@ _FREE_TO_CHANGE = {
     "ipo",  # pref_loss holds what the switches mean
     "logging_steps",
     "max_restarts",
+    "profile",
     "reference.infer_batch_size",
     "reference.prefetch_steps",
     "resume_from_checkpoint",

@@ -73,7 +73,10 @@ def build_tracking(
     # only the process that leads a run has trackers
     from thresher.observability.trackers.libraries import make_trackers
 
-    return make_trackers(config.track_with, config.tracker_kwargs.model_dump(), console=console, callbacks=callbacks)
+    settings = config.tracker_kwargs.model_dump()
+    return make_trackers(
+        config.track_with, settings, console=console, callbacks=callbacks, exports_on_ray=config.uses_ray
+    )
 
 
 def build_callbacks(config: DPOConfig, callbacks: Sequence[object]) -> CallbackTracker | None:

@@ -77,6 +77,13 @@ class TrackerArgs(Section):
     """Run tags on wandb and mlflow."""
 
 
+class ProfileConfig(Section):
+    """Traces of single steps."""
+
+    steps: list[PositiveInt] = []
+    """Steps to profile, counted from 1: each rank of the policy writes a trace of them to logs/profile."""
+
+
 # keys of tracker_kwargs, and the trackers that use them
 _TRACKER_SETTINGS = (
     (("wandb_project", "wandb_entity", "wandb_mode", "wandb_api_key"), ("wandb",)),
@@ -203,8 +210,10 @@ class DPOConfig(LossConfig):
     validation: ValidationConfig | None = None
     samples: SamplesConfig | None = None
     track_with: StringList = ["console"]
-    """Any of console, tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written."""
+    """Any of console, tensorboard, wandb, mlflow, trackio; metrics.jsonl is always written, and a run on Ray exports to
+    Prometheus."""
     tracker_kwargs: TrackerArgs = TrackerArgs()
+    profile: ProfileConfig = ProfileConfig()
 
     # names of TRL that DPOTrainer's methods use and a run does not, such as hub_model_id
     _trainer_options: dict[str, Any] = PrivateAttr(default_factory=dict)

@@ -311,7 +311,8 @@ class TrainingArgs(Section):
     """With gradient_checkpointing: keep layer inputs in host memory until the backward."""
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the model with torch.compile, which delays the first step. `auto`: on GPUs without moe_aux_loss_coef,
-    where the engine and its parallel sizes support it."""
+    where the engine and its parallel sizes support it; what the compiler cannot compile runs uncompiled, with a warning
+    in the log."""
 
     @model_validator(mode="after")
     def _validate_schedule(self) -> TrainingArgs:

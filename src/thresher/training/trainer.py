@@ -33,6 +33,7 @@ from thresher.losses.metrics import mean_values, of_sets
 from thresher.losses.objective import Objective
 from thresher.observability.heartbeat import NUM_WARM_UP_OPERATIONS, end_activity, pace_after, set_activity
 from thresher.observability.machine import memory_metrics
+from thresher.observability.profile import StepProfiler
 from thresher.observability.timing import NUM_SPANS, ThroughputMeter, TraceSpan
 from thresher.redact import redact
 from thresher.reference.scorers import Precomputed, Reference, ReferenceScorer
@@ -108,6 +109,13 @@ class RankTrainer:
         self._stop_file = config.stop_file
         self._collective_timeout = timedelta(seconds=config.heartbeat_timeout)  # inside a step after warm-up
         self._sampler = sampler
+        self._profiler = StepProfiler(
+            config.profile.steps,
+            plan.num_steps,
+            config.log_dir,
+            engine.dp_group.world.rank,
+            engine.device,
+        )
         self.last_evaluation: dict[str, float] = {}
         self._last_eval_step = -1
         self._num_steps_made = self._num_evaluations = 0  # by this process
@@ -142,7 +150,8 @@ class RankTrainer:
             if self._num_steps_made >= NUM_WARM_UP_OPERATIONS:
                 limit_collectives(self._collective_timeout)
             try:
-                self.training_step()
+                with self._profiler.step(self.state.step + 1):
+                    self.training_step()
             except StepDiscarded:
                 step = self.state.step
                 logger.warning("step %d takes long and is discarded; the run stops after step %d", step + 1, step)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from thresher.errors import UserError, nearest
 from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import JsonlTracker
+from thresher.observability.trackers.ray_metrics import RayMetricsTracker
 from thresher.observability.trackers.tracker import RunInfo, Status, Table, Tracker, Trackers, rotate
 from thresher.optional import load
 
@@ -379,11 +380,12 @@ def make_trackers(
     *,
     console: ConsoleTracker | None = None,
     callbacks: Tracker | None = None,
+    exports_on_ray: bool = False,
 ) -> Trackers:
     """Create the named trackers and the local log, which is always on; `console` is the instance used for that name."""
     for name in names:
         check_name(name)
-    settings, optional = settings or {}, list[Tracker]()
+    settings, optional = settings or {}, list[Tracker]([RayMetricsTracker()] if exports_on_ray else [])
     for name in dict.fromkeys(names):
         if name == "console":
             optional.append(console or ConsoleTracker())

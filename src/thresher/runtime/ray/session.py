@@ -23,6 +23,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from thresher.durable import ensure_token
 from thresher.errors import RescaleRequested, ResourceError, RunStopped, UserError
+from thresher.observability.details import DETAIL
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ def _start_ray() -> Path:
                     f"{directory.parent} is full; see {directory}, and run the same command when it has less to do"
                 ) from None
             logger.warning("Ray did not start in time; trying once more")
+    node = ray.nodes()[0]
+    address, port = node["NodeManagerAddress"], node["MetricsExportPort"]
+    logger.info("metrics for Prometheus: http://%s:%d/metrics", address, port, extra=DETAIL)
     return directory
 
 

@@ -35,14 +35,16 @@ from thresher.observability.heartbeat import (
     report_progress,
     set_activity,
 )
+from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, TraceSpan
+from thresher.observability.trackers.ray_metrics import Gauges, record_rank
 from thresher.reference.scorers import Reference
 from thresher.runtime.devices import CPU, claim_gpu, init_process_group
 from thresher.runtime.rank import PolicyRank, Rank
 from thresher.runtime.ray import IMPORT_STARTED_AT
 from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
 from thresher.runtime.ray.remote_reference import FlatSide, pack_logps, prefetch_reference
-from thresher.training.trainer import evaluation_batches
+from thresher.training.trainer import Record, evaluation_batches
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Worker(Rank):
             os.chdir(directory)  # relative paths mean the same as in the driver
         super().__init__(rank, size, CPU)
         self._store: TCPStore | None = None
+        self._gauges = Gauges()
         self._import_seconds = time.time() - IMPORT_STARTED_AT
 
     def claim_device(self, role: str, log_dir: Path, uses_gpu: bool) -> float:
@@ -73,6 +76,7 @@ class Worker(Rank):
     def take(self, config: DPOConfig, role: str, log_dir: Path, level: int) -> str | None:
         """Take the config of a run, and log to its directory; return a warning if that is not possible."""
         self.config, self.is_open = config, True
+        self._gauges.start(run=config.exp_name, role=role, rank=str(self._rank))
         return self.open_log(log_dir, role, level, sorted(config.environment_of(role)))
 
     def drain(self, method: str, *arguments: object) -> None:
@@ -109,6 +113,17 @@ class Worker(Rank):
 
 class ActorWorker(Worker, PolicyRank):
     """One rank of the policy; its reference may have its own workers."""
+
+    def run(self, until: int) -> Iterator[Record]:
+        for step, record in super().run(until):
+            if isinstance(record, dict):
+                record_rank(self._gauges, record)
+            yield step, record
+
+    def save(self) -> None:
+        started = time.perf_counter()
+        super().save()
+        record_rank(self._gauges, {"time/save": time.perf_counter() - started})
 
     def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:
         if self._inputs.mode == "concurrent" and workers:
@@ -162,7 +177,9 @@ class ReferenceWorker(Worker):
         flat = pack_logps([self._score(examples, ids) for ids in batches])
         end_activity()
         self._num_scored += 1
-        self._spans.append(TraceSpan("reference", step, started, time.time()))
+        stopped = time.time()
+        self._spans.append(TraceSpan("reference", step, started, stopped))
+        record_rank(self._gauges, {"time/step": stopped - started, **memory_metrics()})
         self._recent[step, rank] = flat
         if len(self._recent) > self._num_ranks * self.config.reference.prefetch_steps:
             del self._recent[next(iter(self._recent))]
