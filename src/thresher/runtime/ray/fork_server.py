@@ -31,6 +31,7 @@ _SECONDS_TO_ANSWER = 2.0
 # whose modules a server imports, as far as a running worker has them
 _PACKAGES = ("thresher", "torch", "transformers", "peft")
 _RAY = "thresher.runtime.ray"
+_GPUS = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 # parts of a job's runtime environment that choose the Python of workers themselves
 _OTHER_PYTHON = ("py_executable", "pip", "uv", "conda", "container", "image_uri", "nsight", "rocprof_sys")
 
@@ -76,11 +77,10 @@ class ForkServers:
             return None
         try:
             command: str | None = ray.get(self._keepers[key].command.remote(), timeout=_SECONDS_TO_ANSWER)
-        except RayError:
-            command = None
-        if command is None:
+            return command
+        except RayError:  # the next start of servers replaces it
             ray.kill(self._keepers.pop(key))
-        return command
+            return None
 
 
 class _Keeper:
@@ -101,12 +101,11 @@ class _Keeper:
         self._server.stdin.flush()
 
     def command(self) -> str | None:
-        """Return the command of a worker's Python; None if the server has ended or still imports."""
-        is_ready = self._server.poll() is None and Path(self._socket).exists()
+        """Return the command of a worker's Python; None while the server imports."""
+        if self._server.poll() is not None:
+            raise RuntimeError(f"the fork server has ended with {self._server.returncode}")
+        is_ready = Path(self._socket).exists()
         return shlex.join([sys.executable, "-I", "-S", __file__, "worker", self._socket]) if is_ready else None
-
-    def process(self) -> int:
-        return self._server.pid
 
 
 def become_worker(path: str, command: list[str]) -> None:
@@ -179,7 +178,7 @@ def _has_opened_gpu() -> bool:
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             opened.append(str(file.readlink()))
-    return any(path.startswith(("/dev/nvidia", "/dev/dri", "/dev/kfd")) for path in opened)
+    return any(path.startswith(_GPUS) for path in opened)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,168 @@
+"""Workers that are forked from a process with their code: what they get, and what happens without such a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ray_fixtures import FEW_PROCESSES, connection, ray_node
+from thresher.config.roles import PolicyConfig
+from thresher.runtime.ray import fork_server
+
+PROGRAM = fork_server.__file__
+SECONDS = 60.0
+REPORT = """
+import json, os, sys
+found = {"parent": os.getppid(), "directory": os.getcwd(), "variable": os.environ.get("OF_WORKER"),
+         "arguments": sys.argv[1:], "has_code": "decimal" in sys.modules, "name": __name__}
+print(json.dumps(found), flush=True)
+"""
+
+
+def wait_until(reached: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + SECONDS
+    while not (found := reached()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def serve(tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], Path]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*modules: str) -> tuple[subprocess.Popen[bytes], Path]:
+        path = tmp_path / f"socket-{len(started)}"
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-P", PROGRAM, "serve", str(path)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stderr=subprocess.PIPE))
+        assert started[-1].stdin is not None
+        started[-1].stdin.write(json.dumps(modules).encode() + b"\n")
+        started[-1].stdin.flush()
+        wait_until(lambda: path.exists() or started[-1].poll() is not None)
+        return started[-1], path
+
+    yield start
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+def become(path: Path, script: Path, **more: Any) -> subprocess.Popen[str]:
+    """Start a worker's Python as Ray does."""
+    command = [sys.executable, "-I", "-S", PROGRAM, "worker", str(path), str(script), "one", "two"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(REPORT)
+    return path
+
+
+def test_a_forked_worker_has_the_code_of_the_server_and_its_own_environment(serve, script, tmp_path):
+    server, path = serve("decimal", "no_such_module")
+    for value in ("first", "second"):
+        worker = become(path, script, env={**os.environ, "OF_WORKER": value}, cwd=tmp_path)
+        found = json.loads(worker.communicate(timeout=SECONDS)[0])
+        assert found == {
+            "parent": server.pid,
+            "directory": str(tmp_path),
+            "variable": value,
+            "arguments": ["one", "two"],
+            "has_code": True,
+            "name": "__main__",
+        }
+    server.communicate(timeout=SECONDS)  # closes its stdin, as the end of the process that keeps it does
+    assert server.returncode == 0
+
+
+def test_without_a_server_a_worker_is_a_new_python(serve, script, tmp_path):
+    worker = become(tmp_path / "none", script)
+    found = json.loads(worker.communicate(timeout=SECONDS)[0])
+    assert found["parent"] == os.getpid()
+    assert found["arguments"] == ["one", "two"]
+    server, path = serve("decimal")
+    server.kill()
+    server.wait()
+    found = json.loads(become(path, script).communicate(timeout=SECONDS)[0])
+    assert not found["has_code"]
+
+
+def test_a_server_that_answers_too_late_starts_no_second_worker(serve, script):
+    server, path = serve("decimal")
+    server.send_signal(signal.SIGSTOP)
+    code = f"import runpy; f = runpy.run_path({PROGRAM!r}); f['become_worker'].__globals__['_SECONDS_TO_FORK'] = 0.5; "
+    code += f"f['become_worker']({str(path)!r}, [{str(script)!r}])"
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    first = json.loads(worker.stdout.readline())
+    assert first["parent"] == os.getpid()
+    server.send_signal(signal.SIGCONT)
+    assert worker.stdout.read() == ""  # until the fork has ended, too, which has the same stdout
+    assert worker.wait(timeout=SECONDS) == 0
+    found = json.loads(become(path, script).communicate(timeout=SECONDS)[0])
+    assert found["parent"] == server.pid  # it serves the next one
+
+
+def test_a_server_that_has_opened_a_gpu_serves_nobody(serve, script, tmp_path):
+    """A file in place of a GPU, which this machine may not have."""
+    (tmp_path / "opens_gpu.py").write_text(
+        f"import sys\nsys.modules['__main__']._GPUS = ({str(tmp_path)!r},)\nfile = open({str(script)!r})\n"
+    )
+    server, path = serve("opens_gpu")
+    assert b"opened the GPU" in server.communicate(timeout=SECONDS)[1]
+    assert server.returncode == 1
+    assert not path.exists()
+
+
+class ReportingWorker:
+    """A worker that says who started it."""
+
+    def __init__(self, rank: int, size: int, threads: int, directory: str):  # noqa: ARG002
+        self.rank = rank
+
+    def origin(self) -> dict[str, Any]:
+        import ray
+
+        gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return {"parent": os.getppid(), "gpus": gpus, "has_code": "decimal" in sys.modules}
+
+    def variable(self) -> str | None:
+        return os.environ.get("OF_ROLE")
+
+
+@pytest.mark.distributed
+def test_ray_forks_workers_on_their_devices_from_a_server_that_reserves_none():
+    with ray_node(num_cpus=2, num_gpus=2, **FEW_PROCESSES) as address, connection(address):
+        import ray
+
+        from thresher.runtime.ray.cluster import Cluster, ResourceManager
+
+        forks, environment = fork_server.ForkServers(), {"OF_ROLE": "policy"}
+        resources = ResourceManager({"actor_train": PolicyConfig(device_mapping=[0, 1])}, None, concurrent=True)
+        node = resources.placements["actor_train"][0].node.node_id
+        free = ray.available_resources()
+        forks.start([node], environment, ["decimal"])
+        wait_until(lambda: forks.find(node, environment))
+        assert {**ray.available_resources(), "memory": 0} == {**free, "memory": 0}
+        cluster = Cluster("actor_train", ReportingWorker, resources, environment, forks=forks)
+        found = cluster.call("origin")
+        assert len({each["parent"] for each in found}) == 1
+        assert [each["gpus"] for each in found] == [["0"], ["1"]]
+        assert all(each["has_code"] for each in found)
+        assert cluster.call("variable") == ["policy", "policy"]
+        cluster.close()
+        other = Cluster("actor_train", ReportingWorker, resources, {"OF_ROLE": "reference"}, forks=forks)
+        assert not any(each["has_code"] for each in other.call("origin"))  # libraries have read their environment
+        other.close()
+        resources.close()
