@@ -70,7 +70,7 @@ class ForkServers:
     def find(self, node: str, environment: Mapping[str, str]) -> str | None:
         """Return the command that starts a worker's Python from the server of a node; None if none is ready."""
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import GetTimeoutError, RayError
 
         key = (node, frozenset(environment.items()))
         if key not in self._keepers:
@@ -78,6 +78,8 @@ class ForkServers:
         try:
             command: str | None = ray.get(self._keepers[key].command.remote(), timeout=_SECONDS_TO_ANSWER)
             return command
+        except GetTimeoutError:  # it still starts, or its node is lost
+            return None
         except RayError:  # the next start of servers replaces it
             ray.kill(self._keepers.pop(key))
             return None
