@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.compared_runs import merge, metric_log
+from tests.support.processes import descendants
 from tests.support.ray_fixtures import FEW_PROCESSES, connection, ray_node
+from tests.support.small_runs import last_weights
+from tests.support.worker_killer import Killer, workers_named
+from thresher.config import parse_config
 from thresher.config.roles import PolicyConfig
+from thresher.pipeline import DPOPipeline
 from thresher.runtime.ray import fork_server
 
 PROGRAM = fork_server.__file__
-SECONDS = 60.0
+SECONDS = 120.0
 REPORT = """
 import json, os, sys
 found = {"parent": os.getppid(), "directory": os.getcwd(), "variable": os.environ.get("OF_WORKER"),
@@ -125,6 +133,46 @@ def test_a_server_that_has_opened_a_gpu_serves_nobody(serve, script, tmp_path):
     assert not path.exists()
 
 
+def sockets_of_servers() -> list[Path]:
+    """Return the sockets of the fork servers that are ready, below this process."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if command[-3:-2] == ["serve"] and Path(command[-2]).exists():
+                found.append(Path(command[-2]))
+    return found
+
+
+class PreparedKiller(Killer):
+    """Kills a worker once a fork server is ready."""
+
+    def log(self, step: int, metrics: object) -> None:
+        if step == self._step and not self.killed:
+            wait_until(sockets_of_servers)
+        super().log(step, metrics)
+
+
+@pytest.mark.hand  # CI forks light workers, and recovers by workers that are forked by the tests' own server
+@pytest.mark.distributed
+def test_a_killed_run_ends_bitwise_on_forked_workers_and_leaves_no_process(base, tmp_path, monkeypatch):
+    from thresher.runtime.ray import runtime
+
+    monkeypatch.setattr(runtime, "_SECONDS_BEFORE_FORKS", 0.0)
+    own = {"runtime": "ray", "actor_train": {"num_workers": 2}, "save_steps": 2, "async_save": False}
+    values = merge(base, {**own, "track_with": ["console"]})
+    DPOPipeline(parse_config({**values, "output_dir": str(tmp_path / "uninterrupted")})).run()
+    killer = PreparedKiller(3, "ActorWorker")
+    DPOPipeline(parse_config({**values, "output_dir": str(tmp_path / "killed")}), console=killer).run()
+    assert killer.killed
+    (line,) = (tmp_path / "killed/logs/recoveries.jsonl").read_text().splitlines()
+    assert json.loads(line)["from_step"] == 2
+    assert metric_log(tmp_path / "killed") == metric_log(tmp_path / "uninterrupted")
+    ours, theirs = last_weights(tmp_path / "killed"), last_weights(tmp_path / "uninterrupted")
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    wait_until(lambda: not sockets_of_servers() and not workers_named("ActorWorker"))
+
+
 class ReportingWorker:
     """A worker that says who started it."""
 
@@ -151,10 +199,9 @@ def test_ray_forks_workers_on_their_devices_from_a_server_that_reserves_none():
         forks, environment = fork_server.ForkServers(), {"OF_ROLE": "policy"}
         resources = ResourceManager({"actor_train": PolicyConfig(device_mapping=[0, 1])}, None, concurrent=True)
         node = resources.placements["actor_train"][0].node.node_id
-        free = ray.available_resources()
+        wait_until(lambda: not {"CPU", "GPU"} & ray.available_resources().keys())  # the run has reserved all of them
         forks.start([node], environment, ["decimal"])
         wait_until(lambda: forks.find(node, environment))
-        assert {**ray.available_resources(), "memory": 0} == {**free, "memory": 0}
         cluster = Cluster("actor_train", ReportingWorker, resources, environment, forks=forks)
         found = cluster.call("origin")
         assert len({each["parent"] for each in found}) == 1

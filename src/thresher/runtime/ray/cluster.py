@@ -267,9 +267,9 @@ def _enqueue(queue: SimpleQueue[Call], call: Call, _: object) -> None:
     queue.put(call)
 
 
-def _put_once(arguments: Sequence[object]) -> Sequence[object]:
+def _put_once(arguments: tuple[object, ...]) -> tuple[object, ...]:
     """Store arguments in Ray, which would pickle them for each worker; short ones travel with the call."""
-    return [each if isinstance(each, str | int | float | Path | None) else ray.put(each) for each in arguments]
+    return tuple(each if isinstance(each, str | int | float | Path | None) else ray.put(each) for each in arguments)
 
 
 def _fail(error: RayError, call: Call) -> NoReturn:
