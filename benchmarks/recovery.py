@@ -50,10 +50,10 @@ SAVE_STEPS = 20
 
 def recover(run: ChaosRun, draw: random.Random, num_before: int, *, is_cold: bool) -> dict[str, float]:
     """Kill a worker just after a checkpoint; return the seconds of each phase until the next new step."""
-    if not is_cold:
-        run.wait_until(lambda: has_fork_server(run), what="a fork server")
     start = run.step() + STEPS_BEFORE
     run.wait_until(lambda: run.step() >= start, what=f"step {start}")
+    if not is_cold:
+        run.wait_until(lambda: has_fork_server(run), what="a fork server")
     newest = run.newest_checkpoint()
     run.wait_until(lambda: run.newest_checkpoint() != newest, what="a checkpoint")
     before = run.step()

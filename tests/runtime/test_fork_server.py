@@ -183,7 +183,7 @@ class ReportingWorker:
         import ray
 
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        return {"parent": os.getppid(), "gpus": gpus, "has_code": "decimal" in sys.modules}
+        return {"parent": os.getppid(), "gpus": gpus}
 
     def variable(self) -> str | None:
         return os.environ.get("OF_ROLE")
@@ -204,12 +204,11 @@ def test_ray_forks_workers_on_their_devices_from_a_server_that_reserves_none():
         wait_until(lambda: forks.find(node, environment))
         cluster = Cluster("actor_train", ReportingWorker, resources, environment, forks=forks)
         found = cluster.call("origin")
-        assert len({each["parent"] for each in found}) == 1
+        (server,) = {each["parent"] for each in found}
         assert [each["gpus"] for each in found] == [["0"], ["1"]]
-        assert all(each["has_code"] for each in found)
         assert cluster.call("variable") == ["policy", "policy"]
         cluster.close()
         other = Cluster("actor_train", ReportingWorker, resources, {"OF_ROLE": "reference"}, forks=forks)
-        assert not any(each["has_code"] for each in other.call("origin"))  # libraries have read their environment
+        assert server not in [each["parent"] for each in other.call("origin")]  # libraries have read its environment
         other.close()
         resources.close()
