@@ -71,7 +71,7 @@ class RaySession:
     def _close(self, error: BaseException | None) -> None:
         stack, self._opened, self.forks = self._opened, None, ForkServers()
         if stack is not None:
-            cause = error or self._failure
+            cause = self._failure or error
             stack.__exit__(type(cause) if cause else None, cause, cause.__traceback__ if cause else None)
 
 
