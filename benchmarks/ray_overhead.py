@@ -314,7 +314,9 @@ def inputs_of(num_pairs: int, directory: Path) -> Any:
         for start in range(0, num_pairs, PAIRS_PER_SHARD)
         if (num_in_shard := min(PAIRS_PER_SHARD, num_pairs - start))
     ]
-    store = ExampleStore(directory, {"shards": shards, "indexes": [], "content_digest": "0" * 64, "identity": "0" * 64})
+    digests = dict.fromkeys(("content_digest", "identity"), "0" * 64)
+    manifest = {"shards": shards, "indexes": [], **digests, "longest_pair": 1024, "columns_in_use": []}
+    store = ExampleStore(directory, manifest)
     plan = Plan(num_pairs, seed=0, pairs_per_step=1024, num_steps=1000)
     objective = Objective(terms=((make_loss("sigmoid", {}), 1.0),))
     parts = {"objective": objective, "mode": "none", "frozen_weights": None, "plan": plan, "train": store}

@@ -1,16 +1,18 @@
 """Measure how long a run takes to recover from SIGKILL of a policy worker, and where the time goes.
 
     python benchmarks/recovery.py            # a table of the seconds of each phase
+    python benchmarks/recovery.py --cold     # each time before the fork servers of the run are ready
 
 A run trains a real model of 260 thousand parameters on two policy workers of a separate Ray instance. Just after a
-checkpoint one of them is killed, again and again. Seconds are from the signal to the first step that had not been made
-before. `detection` is measured here; the other phases are those of logs/recoveries.jsonl, and `repeated steps` is the
-rest.
+checkpoint one of them is killed, again and again, once the run is prepared for a restart. Seconds are from the signal
+to the first step that had not been made before. `detection` is measured here; the other phases are those of
+logs/recoveries.jsonl, and `repeated steps` is the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -46,10 +48,12 @@ ENOUGH_STEPS, STEPS_BEFORE = 100_000, 20
 SAVE_STEPS = 20
 
 
-def recover(run: ChaosRun, draw: random.Random, num_before: int) -> dict[str, float]:
+def recover(run: ChaosRun, draw: random.Random, num_before: int, *, is_cold: bool) -> dict[str, float]:
     """Kill a worker just after a checkpoint; return the seconds of each phase until the next new step."""
     start = run.step() + STEPS_BEFORE
     run.wait_until(lambda: run.step() >= start, what=f"step {start}")
+    if not is_cold:
+        run.wait_until(lambda: has_fork_server(run), what="a fork server")
     newest = run.newest_checkpoint()
     run.wait_until(lambda: run.newest_checkpoint() != newest, what="a checkpoint")
     before = run.step()
@@ -66,11 +70,22 @@ def recover(run: ChaosRun, draw: random.Random, num_before: int) -> dict[str, fl
     return {**phases, "repeated steps": total - sum(phases.values()), "all": total}
 
 
+def has_fork_server(run: ChaosRun) -> bool:
+    """Return whether a process of the run serves forks: it has made the socket that its command names."""
+    time.sleep(0.1)  # listing processes takes a while, too
+    for pid in run.processes():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if command[-3:-2] == ["serve"] and Path(command[-2]).exists():
+                return True
+    return False
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def measure(root: Path, kills: int, model: Path) -> list[dict[str, float]]:
+def measure(root: Path, kills: int, model: Path, *, is_cold: bool) -> list[dict[str, float]]:
     draw = random.Random(0)
     with disk(root, is_small=False):
         more = {"max_steps": ENOUGH_STEPS, "save_steps": SAVE_STEPS, "eval_steps": 0}
@@ -80,7 +95,7 @@ def measure(root: Path, kills: int, model: Path) -> list[dict[str, float]]:
         try:
             found = []
             for number in range(kills):
-                found.append(recover(run, draw, number))
+                found.append(recover(run, draw, number, is_cold=is_cold))
                 print(f"  {found[-1]['all']:.1f} s", flush=True)
             return found
         finally:
@@ -98,10 +113,11 @@ def table(measured: list[dict[str, float]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="do not wait for fork servers")
     parser.add_argument("--model", type=Path, default=MODEL)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
-        print(table(measure(Path(name), given.kills, given.model)))
+        print(table(measure(Path(name), given.kills, given.model, is_cold=given.cold)))
     return 0
 
 

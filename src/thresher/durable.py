@@ -93,6 +93,19 @@ def read_own_record(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def is_private_directory(path: Path) -> bool:
+    """Return whether a directory belongs to the user, and no other user can change it or put another in its place."""
+    path = path.absolute()
+    found = path.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return is_own and all(_is_safe_parent(parent.stat()) for parent in path.parents)
+
+
+def _is_safe_parent(found: os.stat_result) -> bool:
+    is_writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return found.st_uid in (0, os.getuid()) and not is_writable
+
+
 def write_own_record(path: Path, content: dict[str, Any]) -> None:
     """Remember something in a cache of the user; without it, the next start computes it again."""
     try:

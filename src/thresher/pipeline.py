@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thresher import durable
 from thresher.builders.checkpoints import find_checkpoint
@@ -43,12 +43,15 @@ from thresher.observability.trackers.console import ConsoleTracker
 from thresher.observability.trackers.jsonl import StepLog
 from thresher.runtime.group import Runtime
 from thresher.runtime.launch import find_launch, fit_to_launch
-from thresher.runtime.open import lead, open_runtime
+from thresher.runtime.open import lead, open_connection, open_runtime
 from thresher.sampling.judges import SampleLog, judge_answers
 from thresher.training.loop import evaluate, fit
 from thresher.training.preemption import stop_on_signals
 from thresher.training.run_lock import lock_run
 from thresher.training.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from thresher.runtime.ray.session import RaySession
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +126,9 @@ class DPOPipeline:
         callbacks, clock = build_callbacks(self.config, self._callbacks), PhaseClock()
         with self._reserve_directory(file_warnings) as inputs:
             supervisor = build_supervisor(self.config, self._damaged, clock)
-            attempt = partial(self._attempt, inputs, callbacks)
-            evaluation = supervisor.run(attempt, self._find_checkpoint(), self._find_checkpoint)
+            with open_connection(self.config) as session:
+                attempt = partial(self._attempt, inputs, callbacks, session)
+                evaluation = supervisor.run(attempt, self._find_checkpoint(), self._find_checkpoint)
             if self.config.export_model:  # after the runtime, whose workers hold memory
                 logger.info("exporting the model", extra=PHASE)
                 export_run(self.config)
@@ -154,7 +158,8 @@ class DPOPipeline:
         find = self._find_checkpoint
         with (
             self._reserve_directory(check_files(self.config)) as inputs,
-            self._start(inputs, PhaseClock(), find(), find) as run,
+            open_connection(self.config) as session,
+            self._start(inputs, PhaseClock(), session, find(), find) as run,
         ):
             run.begin(to_evaluate=True)
             yield run
@@ -180,13 +185,18 @@ class DPOPipeline:
 
     @contextmanager
     def _start(
-        self, inputs: RunInputs, clock: PhaseClock, checkpoint: Path | None, find_other: Callable[[], Path | None]
+        self,
+        inputs: RunInputs,
+        clock: PhaseClock,
+        session: RaySession | None,
+        checkpoint: Path | None,
+        find_other: Callable[[], Path | None],
     ) -> Iterator[Runtime]:
         """Let the ranks verify the checkpoint, or others until one is intact, and load the models."""
         # the runtime is opened first: missing devices are reported before pairs are prepared
         if self.config.uses_ray:
             logger.info("connecting to Ray", extra=PHASE)
-        with open_runtime(inputs, clock) as runtime:
+        with open_runtime(inputs, clock, session) as runtime:
             logger.info("opening the data", extra=PHASE)
             inputs.open()
             while checkpoint is not None:
@@ -206,7 +216,12 @@ class DPOPipeline:
                 self._run = None
 
     def _attempt(
-        self, inputs: RunInputs, callbacks: CallbackTracker | None, supervisor: Supervisor, checkpoint: Path | None
+        self,
+        inputs: RunInputs,
+        callbacks: CallbackTracker | None,
+        session: RaySession | None,
+        supervisor: Supervisor,
+        checkpoint: Path | None,
     ) -> dict[str, float]:
         """Run from a checkpoint to the end; the supervisor handles failures."""
         config = self.config
@@ -220,7 +235,7 @@ class DPOPipeline:
         trackers, judge = build_tracking(config, self._console, callbacks), build_judge(config)
         log_dir = config.log_dir
 
-        with self._start(inputs, supervisor.clock, checkpoint, fall_back) as run:
+        with self._start(inputs, supervisor.clock, session, checkpoint, fall_back) as run:
             facts = run_facts(run.inputs, run.devices)
             for line in summarize_run(facts, run.inputs.plan, run.checkpoint):
                 logger.info("%s", line, extra=DETAIL if line in self._summary else None)  # shown by an earlier attempt

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.compared_runs import merge
-from thresher.builders.checkpoints import changed_settings
+from thresher.builders.checkpoints import build_checkpoint_manager, changed_settings, continue_after_restart
 from thresher.config import parse_config
+from thresher.distributed.groups import SINGLE_PROCESS
 from thresher.errors import UserError
 from thresher.redact import redact
 
@@ -150,3 +152,28 @@ def test_the_names_in_checkpoints_of_0_2_are_the_same_settings():
     assert changed_settings(stored, config) == []
     stored["max_skipped_steps"] = 4
     assert changed_settings(stored, config) == [("max_consecutive_skipped_steps", 4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("given", "own_step", "expected"),
+    [
+        (False, None, False),  # restarted before its first checkpoint
+        (False, 4, "auto"),
+        ("step-00000002", 4, "auto"),  # of a different run
+        ("step-00000002", 1, "step-00000002"),  # the older one in output_dir was there before
+        (None, 4, None),  # settings are compared, as at the first launch
+        ("auto", 4, "auto"),
+    ],
+)
+def test_a_run_that_its_launcher_restarts_continues_from_its_own_newest_checkpoint(tmp_path, given, own_step, expected):
+    def save(root: Path, step: int) -> Path:
+        manager = build_checkpoint_manager(parse_config(merge(BASE, {"output_dir": str(root)})))
+        return manager.save(step, lambda path: [], {}, SINGLE_PROCESS)
+
+    other = save(tmp_path / "other", 2)
+    if own_step is not None:
+        save(tmp_path / "own", own_step)
+    path = str(other) if isinstance(given, str) and given != "auto" else given
+    config = parse_config(merge(BASE, {"output_dir": str(tmp_path / "own"), "resume_from_checkpoint": path}))
+    found = continue_after_restart(config).resume_from_checkpoint
+    assert found == (str(other) if expected == other.name else expected)

@@ -55,9 +55,9 @@ def write(values: Mapping[str, Any], output: Path, changes: Mapping[str, Any] = 
     return str(path)
 
 
-def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, max_restarts: int = 0) -> subprocess.CompletedProcess[str]:
     ranks = ["--no-python", *python(), "-m", *arguments]
-    command = [*python(), *TORCHRUN, *ranks]
+    command = [*python(), *TORCHRUN, f"--max-restarts={max_restarts}", *ranks]
     return subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
     )
@@ -174,6 +174,15 @@ def test_a_run_whose_rank_was_killed_resumes_bitwise_also_under_srun(config, lau
     assert "resuming from" in shown[0]
     assert_equal_runs(launched("replicas"), tmp_path / "out")
     assert "ready at step 2 of 4" in (tmp_path / "out" / "logs" / "workers" / "actor_train-1.log").read_text()
+
+
+def test_a_restart_by_torchrun_itself_continues_a_run_that_had_to_start_from_scratch(config, launched, tmp_path):
+    changes = {"actor_train": LAYOUTS["replicas"], "async_save": False, "resume_from_checkpoint": False}
+    path = write(config, tmp_path / "out", changes)
+    done = torchrun("tests.support.launched", "1:kill:3", "train", path, max_restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stderr
+    assert_equal_runs(launched("replicas"), tmp_path / "out")
 
 
 @pytest.mark.hand  # CI has the missing heartbeats alone

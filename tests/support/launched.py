@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m tests.support.launched RANK:HOW:STEP train CONFIG.yaml ...
 
 HOW: kill, with SIGKILL after the step; kill-in-save or stop-in-save, while the others save it; fail, with a user error
-in it; or hang, before its first collective.
+in it; or hang, before its first collective. A rank that torchrun has restarted does not fail again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def signal_in_save(step: int, number: int) -> None:
 
 if __name__ == "__main__":
     rank, how, step = sys.argv.pop(1).split(":")
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == rank:
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_first and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == rank:
         if how == "kill":
             kill_at("step", int(step))
         elif how.endswith("-in-save"):

@@ -18,8 +18,9 @@ from thresher.checkpoint.manager import (
     latest,
     list_checkpoints,
 )
-from thresher.checkpoint.manifest import MANIFEST_NAME
-from thresher.config import DPOConfig
+from thresher.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from thresher.checkpoint.save import step_of
+from thresher.config import DPOConfig, parse_config
 from thresher.config.section import Section, inner_section
 from thresher.config.strategies import DEFAULT_TRAIN, find_strategy
 from thresher.errors import CheckpointError, UserError
@@ -153,6 +154,19 @@ def find_logs(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
 def find_checkpoint(config: DPOConfig, damaged: DamagedCheckpoints) -> Path | None:
     """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes."""
     return _find(config, partial(build_checkpoint_manager(config).find_to_resume, damaged=damaged))
+
+
+def continue_after_restart(config: DPOConfig) -> DPOConfig:
+    """Return the config of a run that its launcher has restarted, which resumes from its own newest checkpoint.
+
+    The first launch may have had to start from scratch, or from a checkpoint of a different run.
+    """
+    given, own = config.resume_from_checkpoint, list_checkpoints(build_checkpoint_manager(config).root)
+    if not own or given in (None, "auto"):
+        return config
+    if isinstance(given, str) and read_manifest(Path(given)).step > (step_of(own[-1]) or 0):
+        return config  # those of its own are older: of an earlier run
+    return parse_config(config.model_dump(exclude_unset=True) | {"resume_from_checkpoint": "auto"})
 
 
 def check_resume(config: DPOConfig) -> None:

@@ -24,14 +24,17 @@ def environment() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     facts["system"] = platform.platform(terse=True)
-    processor = _proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
-    facts["processor"] = f"{processor}, {os.cpu_count()} logical cores"
+    facts["processor"] = f"{processor()}, {os.cpu_count()} logical cores"
     facts["memory"] = f"{psutil.virtual_memory().total / 1e9:.1f} GB"
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
         facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         facts["CUDA"] = str(torch.version.cuda)
     return facts
+
+
+def processor() -> str:
+    return _proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def _proc_value(file: str, name: str) -> str | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from rich import filesize
 from torch import Tensor
 
 from thresher import durable
@@ -32,6 +33,7 @@ from thresher.data.store.reader import sha256_of_file
 from thresher.errors import UserError
 from thresher.models.loading.adapters import AdapterFiles
 from thresher.models.loading.weight_files import find_file, find_weight_files, open_safetensors
+from thresher.observability.details import PHASE
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +117,15 @@ class ReferenceFingerprint:
 def weights_digest(path: str) -> str:
     """Digest every tensor of a model (name, dtype, shape, bytes), or the bytes of a GGUF file."""
     digests: Digests = {}
-    for file in find_weight_files(path):
-        digests |= remembered(file, partial(_digest_file, file))
+    files = find_weight_files(path)
+
+    def compute(number: int, file: Path) -> Digests:  # a large model takes minutes, in which workers wait
+        size = filesize.decimal(file.stat().st_size)
+        logger.info("hashing the model: file %d of %d, %s", number, len(files), size, extra=PHASE)
+        return _digest_file(file)
+
+    for number, file in enumerate(files, start=1):
+        digests |= remembered(file, partial(compute, number, file))
     lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 

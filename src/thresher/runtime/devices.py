@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import socket
 from collections.abc import Mapping
@@ -21,8 +22,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from thresher import durable
+from thresher.data.store.cache import chosen_cache_dir, user_cache_dir
 from thresher.distributed.groups import PEER_TIMEOUT, Group
 from thresher.errors import ResourceError, UserError
+from thresher.observability.machine import processor
 
 CPU = torch.device("cpu")
 # the only accepted value is cpu: a config with GPUs is tried on machines without them
@@ -112,6 +116,29 @@ def missing_variables(environ: Mapping[str, str], dump_prefix: Path) -> dict[str
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(dump_prefix),  # torch appends the rank
     }
     return {names[0]: value for names, value in wanted.items() if not any(name in environ for name in names)}
+
+
+def use_compile_cache(cache_dir: str | None) -> str:
+    """Let Inductor and Triton keep compiled code where ranks of this user and later starts find it; describe it.
+
+    The code is pickled, so that whoever can write it can run code: it is kept in directories of this user alone.
+    """
+    if kept := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return f"compiled code: {kept}, by TORCHINDUCTOR_CACHE_DIR"
+    # nodes that share the directory may have different hardware, and Inductor names CPU code by its instructions alone
+    name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else processor()
+    kind = re.sub(r"[^\w.+-]+", "-", f"torch-{torch.__version__}-{name}")
+    for root in dict.fromkeys(filter(None, (chosen_cache_dir(cache_dir), user_cache_dir()))):
+        path = root.absolute() / "compiled" / f"{kind}-uid-{os.getuid()}"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            if durable.is_private_directory(path):
+                variables = {"TORCHINDUCTOR_CACHE_DIR": str(path), "TRITON_CACHE_DIR": str(path / "triton")}
+                for variable, value in variables.items():
+                    os.environ.setdefault(variable, value)
+                return f"compiled code: {path}"
+    return "compiled code: not shared, because no cache directory belongs to this user alone"
 
 
 def numa_cores(address: str, devices: Path = _PCI_DEVICES, nodes: Path = _NUMA_NODES) -> set[int]:

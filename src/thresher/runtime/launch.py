@@ -24,6 +24,7 @@ class Launch:
     size: int
     local_rank: int
     master: tuple[str, int]  # host and port of the rendezvous of all processes
+    num_restarts: int = 0  # of all processes, by torchrun itself
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -40,6 +41,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
         size=_integer(environ, "WORLD_SIZE"),
         local_rank=_integer(environ, "LOCAL_RANK", 0),
         master=(environ.get("MASTER_ADDR", "127.0.0.1"), _integer(environ, "MASTER_PORT")),
+        num_restarts=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 

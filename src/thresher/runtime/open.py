@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # submitting a job must not import models and trainers
     from thresher.config import DPOConfig
     from thresher.observability.timing import PhaseClock
     from thresher.runtime.group import Runtime
+    from thresher.runtime.ray.session import RaySession
 
 T = TypeVar("T")
 
@@ -30,12 +31,14 @@ def lead(
     launch = find_launch(os.environ)
     if launch is None:
         return work(fit_to_launch(read_config(), None))
+    from thresher.builders.checkpoints import continue_after_restart
     from thresher.runtime.launch_session import open_session
     from thresher.runtime.torchrun import LaunchedRank
 
     with open_session(launch) as session:
         if not launch.rank:
-            return work(fit_to_launch(read_config(), launch))
+            config = fit_to_launch(read_config(), launch)
+            return work(continue_after_restart(config) if launch.num_restarts else config)
         before_following()
         session.follow(
             LaunchedRank(launch, session.store), lambda: read_config().model_dump(mode="json", exclude_unset=True)
@@ -43,7 +46,21 @@ def lead(
         return None
 
 
-def open_runtime(inputs: RunInputs, clock: PhaseClock) -> AbstractContextManager[Runtime]:
+def open_connection(config: DPOConfig) -> AbstractContextManager[RaySession | None]:
+    """Return what outlives a failed attempt of a run: on Ray, the connection."""
+    if not config.uses_ray:
+        return nullcontext()
+    from thresher.runtime.ray.environment import set_environment
+
+    set_environment(config.ray_address)
+    from thresher.runtime.ray.session import RaySession
+
+    return RaySession(config.ray_address)
+
+
+def open_runtime(
+    inputs: RunInputs, clock: PhaseClock, session: RaySession | None = None
+) -> AbstractContextManager[Runtime]:
     """Reserve the resources of a run, or raise if they do not exist; leaving the context ends its workers."""
     config = inputs.config
     if config.uses_ray:
@@ -52,7 +69,7 @@ def open_runtime(inputs: RunInputs, clock: PhaseClock) -> AbstractContextManager
         set_environment(config.ray_address)
         from thresher.runtime.ray.runtime import open_ray_runtime
 
-        return open_ray_runtime(config, inputs.mode, clock)
+        return open_ray_runtime(config, inputs.mode, clock, session)
     if config.runtime == "torchrun":
         from thresher.runtime.torchrun import open_torchrun_runtime
 

@@ -35,7 +35,7 @@ from thresher.observability.timing import TraceSpan
 from thresher.redact import redact
 from thresher.reference.scorers import Reference
 from thresher.reference.step_zero_check import check_step_zero
-from thresher.runtime.devices import prepare_cuda, raise_descriptor_limit
+from thresher.runtime.devices import prepare_cuda, raise_descriptor_limit, use_compile_cache
 from thresher.training.trainer import EvaluationRecord, RankTrainer, Record
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class PolicyRank(Rank):
         """Take the config of a run, and prepare the device."""
         self.config, self.is_open = config, True
         self._prepare_device("actor_train", log_dir)
-        for note in self._device_notes:
+        for note in (*self._device_notes, use_compile_cache(config.cache_dir)):
             logger.info("%s", note, extra=DETAIL)
 
     def smallest_gpu(self) -> Hardware | None:

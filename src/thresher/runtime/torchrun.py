@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from thresher.runtime.rank import PolicyRank
 logger = logging.getLogger(__name__)
 
 _ROLE = "actor_train"
+_MAX_CLOCK_OFFSET = 5.0  # in seconds; locks and leases allow a minute
 T = TypeVar("T")
 
 
@@ -57,7 +59,17 @@ class LaunchedRank(PolicyRank):
         store = PrefixStore("process group", self._store)
         address = address_among_ranks(store, self._launch)
         self._world = init_process_group(self._rank, self._size, store, address, self._device)
-        return len(set(self._world.all_gather_object(socket.gethostname())))
+        num_nodes = len(set(self._world.all_gather_object(socket.gethostname())))
+        clocks = self._world.all_gather_object(time.time())  # all ranks are here at the same time
+        if self._rank == 0 and (spread := max(clocks) - min(clocks)) > _MAX_CLOCK_OFFSET:
+            logger.warning(
+                "the clocks of ranks %d and %d differ by %.0f s: times in logs, and how old a lock or a file is, are "
+                "wrong by that; synchronize the clocks (NTP)",
+                clocks.index(min(clocks)),
+                clocks.index(max(clocks)),
+                spread,
+            )
+        return num_nodes
 
 
 class LaunchedRanks:

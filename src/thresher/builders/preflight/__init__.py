@@ -1,7 +1,7 @@
 """Checks before any work: everything that can be known without a device, with all problems in one message.
 
-`files` imports neither torch nor transformers, so a wrong path is reported within a second. If the files are there,
-`checks` does the rest: it loads configs and tokenizers, and builds the policy without its weights.
+`files` and `machine` import neither torch nor transformers, so a wrong path is reported within a second. If the files
+are there, `checks` does the rest: it loads configs and tokenizers, and builds the policy without its weights.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from thresher.builders.preflight import files
+from thresher.builders.preflight import files, machine
 from thresher.config import DPOConfig
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def check_files(config: DPOConfig) -> list[str]:
     """Raise the problems that need no torch: wrong paths and unknown trackers. Return warnings."""
-    return files.report(partial(check, config) for check in (*files.SETTINGS, *files.PATHS))
+    checks = (*files.SETTINGS, *files.PATHS, machine.check_locks, machine.check_here)
+    return files.report(partial(check, config) for check in checks)
 
 
 def check_run(config: DPOConfig, *, trains: bool = True) -> tuple[RunInputs, list[str]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,16 +23,22 @@ from thresher.distributed.groups import is_lost_connection
 from thresher.errors import ResourceError, UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
 from thresher.observability.run_log import worker_log
+from thresher.runtime.ray.fork_server import ForkServers
 from thresher.runtime.ray.heartbeat_monitor import CONCURRENCY_GROUPS, HeartbeatMonitor
 from thresher.runtime.ray.placement import Node, bundles_of, place_roles
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# free resources are reserved within a second; longer means that other work uses them
+# free resources are reserved within a second, 1,024 bundles within some; longer means that other work uses them
 _SECONDS_TO_RESERVE = 60.0
+_SECONDS_PER_BUNDLE = 0.1
 _SECONDS_BETWEEN_CHECKS = 2.0
 _SECONDS_FOR_CAUSE = 5.0
+# how late a failure of another worker is noticed while rank 0 streams
+_SECONDS_BETWEEN_RECORDS = 0.2
+# in seconds; locks and leases allow a minute
+_MAX_CLOCK_OFFSET = 5.0
 
 
 class ResourceManager:
@@ -63,8 +72,9 @@ class ResourceManager:
         selectors = [{"ray.io/node-id": node.node_id} for node, _ in bundles]
         group = placement_group([amounts for _, amounts in bundles], strategy="PACK", bundle_label_selector=selectors)
         self.groups[owner] = group
-        deadline = time.monotonic() + _SECONDS_TO_RESERVE
-        while not group.wait(min(_SECONDS_TO_RESERVE, _SECONDS_BETWEEN_CHECKS)):
+        allowed = _SECONDS_TO_RESERVE + _SECONDS_PER_BUNDLE * len(bundles)
+        deadline = time.monotonic() + allowed
+        while not group.wait(min(allowed, _SECONDS_BETWEEN_CHECKS)):
             alive = {node.node_id for node in alive_nodes()}
             if gone := {node.address for node, _ in bundles if node.node_id not in alive}:
                 raise ResourceError(f"the node at {', '.join(sorted(gone))} left the cluster; start the run again")
@@ -104,19 +114,22 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         monitor: HeartbeatMonitor | None = None,
         log_dir: Path | None = None,
+        forks: ForkServers | None = None,
     ):
         self.name = role
         self.log_dir = log_dir  # of the run, for error messages
         self.monitor = monitor or HeartbeatMonitor()
-        placements = resources.placements[role]
-        self.num_nodes = len({placement.node.node_id for placement in placements})
+        self.environment = dict(environment or {})
+        self.placements = placements = resources.placements[role]
+        self.nodes = list(dict.fromkeys(placement.node.node_id for placement in placements))
+        pythons = {node: forks.find(node, self.environment) for node in self.nodes} if forks else {}
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
         self.workers = [
             remote.options(
                 num_cpus=placement.num_cpus,
                 num_gpus=placement.num_gpus,
                 max_restarts=0,
-                runtime_env={"env_vars": dict(environment)} if environment else None,
+                runtime_env=_runtime_env(self.environment, pythons.get(placement.node.node_id)),
                 # Ray waits until a previous process in the bundle has ended
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=resources.groups[placement.owner], placement_group_bundle_index=placement.bundle
@@ -130,6 +143,10 @@ class Cluster:
     def __len__(self) -> int:
         return len(self.workers)
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
     def call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every worker; return the results by rank."""
         return wait_for(self.submit(method, *arguments))
@@ -140,30 +157,55 @@ class Cluster:
 
     def submit(self, method: str, *arguments: object) -> list[Call]:
         """Start a call of every worker, to be awaited with `wait_for`."""
+        arguments = _put_once(arguments)
         return [Call(self, rank, getattr(each, method).remote(*arguments)) for rank, each in enumerate(self.workers)]
 
     def stream(self, method: Callable[..., Iterator[T]], *arguments: object) -> Iterator[T]:
-        name, (first, *others) = method.__name__, self.workers
+        name, (first, *others), arguments = method.__name__, self.workers, _put_once(arguments)
         stream = getattr(first, name).options(num_returns="streaming").remote(*arguments)
         calls = [Call(self, rank, each.drain.remote(name, *arguments)) for rank, each in enumerate(others, start=1)]
-        running = {call.ref: call for call in calls}
-        pending = [stream, *running]
-        while pending:
-            ready, pending = self.monitor.wait_any(pending)
-            if ready is not stream:
-                running[ready].result()
-                continue
-            try:
-                record = next(stream)
-            except StopIteration:
-                continue
-            pending.append(stream)
-            yield Call(self, 0, record).result()
+        # Ray reports the end of each call once, so that a record costs the same for any number of workers
+        ended: SimpleQueue[Call] = SimpleQueue()
+        for call in calls:
+            call.ref.future().add_done_callback(partial(_enqueue, ended, call))
+        while True:
+            is_ready, _ = ray.wait([stream], timeout=min(_SECONDS_BETWEEN_RECORDS, self.monitor.poll()))
+            while not ended.empty():
+                ended.get().result()
+            if is_ready:
+                try:
+                    record = next(stream)
+                except StopIteration:
+                    break
+                yield Call(self, 0, record).result()
+        wait_for(calls)
+
+    def compare_clocks(self) -> list[str]:
+        """Return a warning for each node of a run on several whose clock differs from the driver's."""
+        by_address: dict[str, int] = {}
+        for rank, placement in enumerate(self.placements):
+            by_address.setdefault(placement.node.address, rank)
+        if len(by_address) < 2:
+            return []
+        sent = time.time()
+        clocks = wait_for([Call(self, rank, self.workers[rank].clock.remote()) for rank in by_address.values()])
+        offsets = zip(by_address, (clock_offset(each, sent, time.time()) for each in clocks), strict=True)
+        return [
+            f"the clock of the node at {address} is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} the "
+            "driver's: times in logs, and how old a lock or a file is, are wrong by that; synchronize the clocks (NTP)"
+            for address, offset in offsets
+            if abs(offset) > _MAX_CLOCK_OFFSET
+        ]
 
     def close(self) -> None:
         self.monitor.remove(self.workers)
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
+
+
+def clock_offset(clock: float, sent: float, received: float) -> float:
+    """Return by how much another clock is at least ahead, if it was read between two times; negative if behind."""
+    return max(0.0, clock - received) + min(0.0, clock - sent)
 
 
 @dataclass(frozen=True)
@@ -199,12 +241,35 @@ class Call:
 
 def wait_for(calls: Sequence[Call]) -> list[Any]:
     """Wait for calls of one or several clusters; the first failure is raised without waiting for the others."""
-    running = {call.ref: call for call in calls}
-    pending = list(running)
-    while pending:
-        ready, pending = calls[0].cluster.monitor.wait_any(pending)
-        running[ready].result()
-    return [call.result() for call in calls]
+    refs = [call.ref for call in calls]
+    while refs:
+        seconds = calls[0].cluster.monitor.poll()
+        try:
+            # one request for all results, which ends with the first failure
+            return ray.get(refs, timeout=None if math.isinf(seconds) else seconds)  # type: ignore[no-any-return]
+        except GetTimeoutError:
+            continue
+        except RayError:
+            ended = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+            for call in calls:
+                if call.ref in ended:
+                    call.result()
+            raise
+    return []
+
+
+def _runtime_env(environment: Mapping[str, str], python: str | None) -> dict[str, Any] | None:
+    found = {"env_vars": dict(environment)} if environment else {}
+    return {**found, "py_executable": python} if python else found or None
+
+
+def _enqueue(queue: SimpleQueue[Call], call: Call, _: object) -> None:
+    queue.put(call)
+
+
+def _put_once(arguments: tuple[object, ...]) -> tuple[object, ...]:
+    """Store arguments in Ray, which would pickle them for each worker; short ones travel with the call."""
+    return tuple(each if isinstance(each, str | int | float | Path | None) else ray.put(each) for each in arguments)
 
 
 def _fail(error: RayError, call: Call) -> NoReturn:

@@ -41,7 +41,7 @@ class _Monitored:
 
 
 class HeartbeatMonitor:
-    """Waits for results of workers, and polls the heartbeats of all workers meanwhile.
+    """Polls the heartbeats of all workers, called by whatever waits for their results.
 
     It counts missed polls, not time: after the driver was suspended, the workers still have time to reply.
     """
@@ -64,16 +64,14 @@ class HeartbeatMonitor:
         removed = set(map(id, workers))
         self._monitored = [each for each in self._monitored if id(each.worker) not in removed]
 
-    def wait_any(self, refs: list[Any]) -> tuple[Any, list[Any]]:
-        """Wait for the first result; return it and the other refs. A hung worker raises `WorkerLostError`."""
-        while True:
-            if time.monotonic() >= self._next_poll:
-                self._poll()
-                self._next_poll = time.monotonic() + self._interval
-            timeout = max(0.0, self._next_poll - time.monotonic()) if self._monitored else None
-            ready, others = ray.wait(refs, num_returns=1, timeout=timeout)
-            if ready:
-                return ready[0], others
+    def poll(self) -> float:
+        """Poll the heartbeats if it is time; return the seconds until the next poll. A hung worker raises."""
+        if not self._monitored:
+            return math.inf
+        if time.monotonic() >= self._next_poll:
+            self._poll()
+            self._next_poll = time.monotonic() + self._interval
+        return max(0.0, self._next_poll - time.monotonic())
 
     def _poll(self) -> None:
         alive = [each for each in self._monitored if each.reply is not None]

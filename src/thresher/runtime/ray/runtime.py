@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,17 @@ from thresher.observability.timing import PhaseClock
 from thresher.runtime.devices import CPU
 from thresher.runtime.group import Runtime, with_absolute_cache_dir
 from thresher.runtime.ray.cluster import Call, Cluster, ResourceManager, alive_nodes, wait_for
+from thresher.runtime.ray.fork_server import ForkServers
 from thresher.runtime.ray.heartbeat_monitor import HeartbeatMonitor
 from thresher.runtime.ray.placement import ElasticScaler, note_idle_devices
-from thresher.runtime.ray.session import ray_session
+from thresher.runtime.ray.session import RaySession
 from thresher.runtime.ray.workers import ActorWorker, ReferenceWorker
+from thresher.training.trainer import Record
 
 logger = logging.getLogger(__name__)
+
+# shorter runs end before a fork server has imported its code, and would share the cores with it
+_SECONDS_BEFORE_FORKS = 20.0
 
 
 class RayRuntime(Runtime):
@@ -40,6 +48,7 @@ class RayRuntime(Runtime):
         resources: ResourceManager,
         scaler: ElasticScaler | None = None,
         clock: PhaseClock | None = None,
+        forks: ForkServers | None = None,
     ):
         self.config = with_absolute_cache_dir(config, mode)
         self.scorers = None
@@ -47,6 +56,8 @@ class RayRuntime(Runtime):
         self._resources = resources
         self._scaler = scaler or ElasticScaler(config, alive_nodes, ray.available_resources)
         self._clock = clock or PhaseClock()
+        self._forks = forks
+        self._forks_at = math.inf  # when to start the fork servers that a restart needs
         self._monitor = HeartbeatMonitor(config.heartbeat_timeout)
 
     def use(self, policy: Cluster | None, reference: Cluster | None) -> None:
@@ -85,13 +96,29 @@ class RayRuntime(Runtime):
             workers = tuple(self.scorers.workers)
         layout, hidden_size = wait_for(loading)[0]
         self._clock.end("model")
-        for warning in filter(None, dict.fromkeys(wait_for(opening))):
+        for warning in dict.fromkeys(itertools.chain.from_iterable(wait_for(opening))):
             logger.warning("%s", warning)
         notes = policy.call("build", checkpoint, workers)[0]
         if self.scorers is not None and workers:
             self.scorers.call("serve", layout, hidden_size, config.actor_train.num_data_ranks)
         self._clock.end("checkpoint")
+        if config.max_restarts:
+            self._forks_at = time.monotonic() + _SECONDS_BEFORE_FORKS
         return layout, (*notes, *self._scaler.notes)
+
+    def run(self, until: int) -> Iterator[Record]:
+        for record in super().run(until):
+            if time.monotonic() > self._forks_at:
+                self._start_fork_servers()
+            yield record
+
+    def _start_fork_servers(self) -> None:
+        """Prepare a restart on the nodes of this attempt, with the modules that its workers have imported."""
+        self._forks_at = math.inf
+        for cluster in (self._policy, self.scorers):
+            if self._forks is not None and cluster is not None:
+                modules = cluster.workers[0].imported_modules.remote()
+                self._forks.start(cluster.nodes, cluster.environment, modules)
 
     def can_scale_up(self) -> str | None:
         return self._scaler.can_scale_up()
@@ -112,10 +139,12 @@ class RayRuntime(Runtime):
     def _cluster(self, role: str, worker_cls: type, *, joins_process_group: bool) -> Cluster:
         log_dir = self.config.log_dir
         environment = self.config.environment_of(role)
-        cluster = Cluster(role, worker_cls, self._resources, environment, self._monitor, log_dir)
+        cluster = Cluster(role, worker_cls, self._resources, environment, self._monitor, log_dir, self._forks)
         uses_gpu = bool(getattr(self.config, role).device_mapping)
         import_seconds = cluster.call("claim_device", role, log_dir.resolve(), uses_gpu)
         self._clock.end("processes", of_which=("import", max(import_seconds)))
+        for warning in cluster.compare_clocks():
+            logger.warning("%s", warning)
         if joins_process_group:  # the first worker hosts the rendezvous
             (address,) = wait_for([Call(cluster, 0, cluster.workers[0].start_rendezvous.remote())])
             cluster.call("join", address)
@@ -128,11 +157,17 @@ class RayRuntime(Runtime):
 
 
 @contextlib.contextmanager
-def open_ray_runtime(config: DPOConfig, mode: ReferenceMode, clock: PhaseClock | None = None) -> Iterator[RayRuntime]:
-    """Connect to Ray, fit the run to its nodes and reserve their resources, or raise; end all workers at the end."""
+def open_ray_runtime(
+    config: DPOConfig, mode: ReferenceMode, clock: PhaseClock | None = None, session: RaySession | None = None
+) -> Iterator[RayRuntime]:
+    """Connect to Ray, fit the run to its nodes and reserve their resources, or raise; end all workers at the end.
+
+    session: the connection, if the caller makes several attempts.
+    """
     clock = clock or PhaseClock()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_session(config.ray_address))
+        session = session or stack.enter_context(RaySession(config.ray_address))
+        stack.enter_context(session.attempt())
         names = ["actor_train", *(["reference"] if reference_has_workers(config, mode) else [])]
         scaler = ElasticScaler(config, alive_nodes, ray.available_resources, names)
         roles = {name: getattr(scaler.config, name) for name in names}
@@ -141,7 +176,7 @@ def open_ray_runtime(config: DPOConfig, mode: ReferenceMode, clock: PhaseClock |
         for note in note_idle_devices(roles, int(ray.available_resources().get("GPU", 0))):
             logger.warning("%s", note)
         clock.end("processes")
-        runtime = RayRuntime(scaler.config, mode, resources, scaler, clock)
+        runtime = RayRuntime(scaler.config, mode, resources, scaler, clock, session.forks)
         stack.callback(runtime.close)
         try:
             yield runtime

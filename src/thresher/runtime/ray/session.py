@@ -1,5 +1,7 @@
 """The Ray session of a run: an existing cluster, or a local one that is started for the run.
 
+`RaySession` keeps the connection when workers fail, so that a restart starts neither Ray nor its nodes.
+
 A local cluster listens on loopback only, requires a token and sends no usage statistics; `environment` configures this.
 Ray lets everybody write to its files, so they are in a directory that only their owner can enter. They are removed at
 the end, except after a failure, whose cause may be in Ray's logs.
@@ -22,13 +24,65 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stub lack
 from ray.exceptions import AuthenticationError, RayError
 
 from thresher.durable import ensure_token
-from thresher.errors import RescaleRequested, ResourceError, RunStopped, UserError
+from thresher.errors import RescaleRequested, ResourceError, RunStopped, UserError, WorkerError, WorkerLostError
 from thresher.observability.details import DETAIL
+from thresher.runtime.ray.fork_server import ForkServers
 
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_CONNECT = 10
 _TIMED_OUT = "timed out during startup"
+
+
+class RaySession:
+    """The connection to Ray of all attempts of a run, and the fork servers on the nodes."""
+
+    def __init__(self, address: str | None):
+        self._address = address
+        self._opened: contextlib.ExitStack | None = None
+        self._failure: BaseException | None = None  # the first one; Ray's files may have its cause
+        self.forks = ForkServers()
+
+    def __enter__(self) -> RaySession:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        self._close(error)
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Connect, unless the connection of the previous attempt still works."""
+        if self._opened is not None and not _reaches_cluster():
+            self._close(None)
+        if self._opened is None:
+            stack = contextlib.ExitStack()
+            stack.enter_context(ray_session(self._address))
+            self._opened = stack
+        try:
+            yield
+        except (WorkerLostError, WorkerError) as error:
+            self._failure = self._failure or error
+            raise
+        except RescaleRequested:
+            raise
+        except BaseException as error:
+            self._close(error)
+            raise
+
+    def _close(self, error: BaseException | None) -> None:
+        stack, self._opened, self.forks = self._opened, None, ForkServers()
+        if stack is not None:
+            cause = self._failure or error
+            stack.__exit__(type(cause) if cause else None, cause, cause.__traceback__ if cause else None)
+
+
+def _reaches_cluster() -> bool:
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        check_reachable(host, int(port))
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
+from thresher.builders.preflight.machine import check_node
 from thresher.builders.reference import ScoringProgress, look_up, score_missing
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching
@@ -39,9 +40,10 @@ from thresher.observability.machine import memory_metrics
 from thresher.observability.timing import NUM_SPANS, TraceSpan
 from thresher.observability.trackers.ray_metrics import Gauges, record_rank
 from thresher.reference.scorers import Reference
-from thresher.runtime.devices import CPU, claim_gpu, init_process_group
+from thresher.runtime.devices import CPU, claim_gpu, init_process_group, use_compile_cache
 from thresher.runtime.rank import PolicyRank, Rank
 from thresher.runtime.ray import IMPORT_STARTED_AT
+from thresher.runtime.ray.fork_server import imported_modules
 from thresher.runtime.ray.heartbeat_monitor import HEARTBEAT_GROUP
 from thresher.runtime.ray.remote_reference import FlatSide, pack_logps, prefetch_reference
 from thresher.training.trainer import Record, evaluation_batches
@@ -73,11 +75,23 @@ class Worker(Rank):
         self._prepare_device(role, log_dir)
         return self._import_seconds
 
-    def take(self, config: DPOConfig, role: str, log_dir: Path, level: int) -> str | None:
-        """Take the config of a run, and log to its directory; return a warning if that is not possible."""
+    @ray.method(concurrency_group=HEARTBEAT_GROUP)  # type: ignore[untyped-decorator]
+    def imported_modules(self) -> list[str]:
+        return imported_modules()
+
+    def clock(self) -> float:
+        """Return the time of this node, in seconds since the epoch."""
+        return time.time()
+
+    def take(self, config: DPOConfig, role: str, log_dir: Path, level: int) -> list[str]:
+        """Take the config of a run, and log to its directory; return warnings about that and about this machine."""
         self.config, self.is_open = config, True
         self._gauges.start(run=config.exp_name, role=role, rank=str(self._rank))
-        return self.open_log(log_dir, role, level, sorted(config.environment_of(role)))
+        warning = self.open_log(log_dir, role, level, sorted(config.environment_of(role)))
+        logger.info("%s", use_compile_cache(config.cache_dir))
+        # the driver has checked its own machine
+        limits = map(str, check_node(config)) if config.ray_address else ()
+        return [*([warning] if warning else []), *limits]
 
     def drain(self, method: str, *arguments: object) -> None:
         """Run a generator method to its end; rank 0 yields the items of all ranks."""
