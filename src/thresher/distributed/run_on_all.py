@@ -24,6 +24,10 @@ class Communicator(Protocol):
         """Return the values of all ranks, in rank order."""
         ...
 
+    def gather_object(self, value: T) -> list[T] | None:
+        """Return the values of all ranks, in rank order, on rank 0; None on the other ranks."""
+        ...
+
 
 def run_on_all(
     communicator: Communicator, function: Callable[[], T], what: str, passed_on: type[UserError] = UserError
