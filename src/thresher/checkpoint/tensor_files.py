@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import pickle
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,12 +31,15 @@ from torch import Tensor
 
 from thresher import durable
 from thresher.checkpoint.tensor_index import (
+    BLOCKS,
     HEADER_KEY,
     WHOLE,
     Shape,
     ShardFile,
     Specs,
+    TensorIndex,
     flat_blocks,
+    index_name,
     load_index,
     merge,
     open_file,
@@ -120,8 +122,9 @@ def pack_headers(directory: Path, names: Sequence[str]) -> dict[str, bytes]:
     packed = {}
     for path in map(directory.joinpath, names):
         if (parsed := ShardFile.parse(path.name)) is not None:
+            index = read_header(path, *parsed, open_file(path))
             # compressed: rank 0 receives the names of tensors once per writer
-            packed[parsed[0]] = zlib.compress(pickle.dumps(read_header(path, *parsed, open_file(path))))
+            packed[parsed[0]] = zlib.compress(json.dumps(index.header).encode() + b"\n" + index.blocks.tobytes())
     return packed
 
 
@@ -129,12 +132,17 @@ def save_indexes(directory: Path, packed: Sequence[Mapping[str, bytes]]) -> list
     """Write one index file per stem from what `pack_headers` returned on all ranks; return the file names."""
     names = []
     for stem in sorted({stem for of_rank in packed for stem in of_rank}):
-        # of this run's ranks
-        written = (pickle.loads(zlib.decompress(each[stem])) for each in packed if stem in each)  # noqa: S301
-        name, tensors, header = merge(written, directory).to_file()
-        _write(directory / name, tensors, header)
-        names.append(name)
+        index = merge((_unpack(stem, each[stem]) for each in packed if stem in each), directory)
+        is_small = index.blocks.max(initial=0) < 2**31
+        blocks = torch.from_numpy(index.blocks).to(torch.int32 if is_small else torch.int64)
+        names.append(index_name(stem))
+        _write(directory / names[-1], {BLOCKS: blocks}, index.header)
     return names
+
+
+def _unpack(stem: str, packed: bytes) -> TensorIndex:
+    header, _, blocks = zlib.decompress(packed).partition(b"\n")
+    return TensorIndex.from_header(stem, json.loads(header), np.frombuffer(blocks, np.int64))
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

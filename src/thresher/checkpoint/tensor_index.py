@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from thresher.checkpoint.json_io import translate_read_errors
 from thresher.errors import CheckpointError
@@ -31,7 +30,7 @@ Specs: TypeAlias = "Mapping[str, tuple[Shape, torch.dtype]]"  # by name
 # a single header key: safetensors writes several in random order, and equal states must give equal bytes
 HEADER_KEY = "thresher"
 WHOLE = -1
-_BLOCKS = "blocks"
+BLOCKS = "blocks"
 _PARSE_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, LookupError, OverflowError, RuntimeError)
 _HINT = "resume from a different checkpoint"
 
@@ -87,15 +86,29 @@ class TensorIndex:
     def file(self, number: int) -> str:
         return ShardFile(number, self.num_files).name(self.stem)
 
-    def to_file(self) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-        """Return name, tensors and header of the index file."""
+    @property
+    def header(self) -> dict[str, Any]:
+        """All but the blocks, for JSON."""
         specs = zip(self.specs.items(), self.num_blocks, strict=True)
         rows = [
             [name, list(shape), str(dtype).removeprefix("torch."), count] for (name, (shape, dtype)), count in specs
         ]
-        is_small = self.blocks.max(initial=0) < 2**31
-        blocks = torch.from_numpy(self.blocks).to(torch.int32 if is_small else torch.int64)
-        return _file_name(self.stem), {_BLOCKS: blocks}, {"num_files": self.num_files, "tensors": rows}
+        return {"num_files": self.num_files, "tensors": rows}
+
+    @classmethod
+    def from_header(cls, stem: str, header: Any, blocks: npt.NDArray[Any]) -> TensorIndex:
+        num_files, rows = header["num_files"], header["tensors"]
+        specs = {name: (tuple(map(int, shape)), _dtype(dtype)) for name, shape, dtype, _ in rows}
+        num_blocks = [int(count) for *_, count in rows]
+        if len(specs) != len(rows) or min(num_blocks, default=0) < 0:
+            raise ValueError("it has a tensor twice, or fewer than no blocks")
+        table = blocks.astype(np.int64, copy=False).reshape(sum(num_blocks), 2 + 2 * _num_dims(specs))
+        return cls(stem, int(num_files), specs, num_blocks, table)
+
+
+def index_name(stem: str) -> str:
+    # a pattern such as `*.safetensors` does not match it
+    return f"{stem}.safetensors.index"
 
 
 def open_file(path: Path) -> Any:
@@ -115,31 +128,22 @@ def translate_tensor_errors(path: Path) -> AbstractContextManager[None]:
 
 def load_index(directory: Path, stem: str, opened: Callable[[str], Any]) -> TensorIndex:
     """Read the index of a stem from its file, or from the headers of all files: `opened` opens one by its name."""
-    path = directory / _file_name(stem)
+    path = directory / index_name(stem)
     if path.exists():
-        index = _from_file(path, stem, opened(path.name))
+        file = opened(path.name)
+        with translate_tensor_errors(path):
+            index = TensorIndex.from_header(stem, _header(file), file.get_tensor(BLOCKS).numpy())
     else:
         with translate_tensor_errors(directory):
-            found = [ShardFile.parse(path.name) for path in directory.glob(f"{stem}-*")]
+            found = [ShardFile.parse(each.name) for each in directory.glob(f"{stem}-*")]
         # one checkpoint has the files of one save; if any are missing, opening them by name reports which
         count = max((each[1].count for each in found if each is not None and each[0] == stem), default=1)
-        files = {directory / file.name(stem): file for file in (ShardFile(number, count) for number in range(count))}
-        index = merge((read_header(path, stem, file, opened(path.name)) for path, file in files.items()), directory)
-    _check(index, directory)
+        files = {file.name(stem): file for file in (ShardFile(number, count) for number in range(count))}
+        headers = (read_header(directory / name, stem, file, opened(name)) for name, file in files.items())
+        index = merge(headers, directory)
+    with translate_tensor_errors(directory):
+        _check(index, directory)
     return index
-
-
-def _from_file(path: Path, stem: str, opened: Any) -> TensorIndex:
-    with translate_tensor_errors(path):
-        header = _header(opened)
-        num_files, rows = header["num_files"], header["tensors"]
-        specs = {name: (tuple(map(int, shape)), _dtype(dtype)) for name, shape, dtype, _ in rows}
-        num_blocks = [int(count) for *_, count in rows]
-        blocks = opened.get_tensor(_BLOCKS).numpy().astype(np.int64)
-        expected = (sum(num_blocks), 2 + 2 * max((len(shape) for shape, _ in specs.values()), default=0))
-        if len(specs) != len(rows) or min(num_blocks, default=0) < 0 or blocks.shape != expected:
-            raise ValueError(f"it has {blocks.shape} numbers instead of {expected}")
-        return TensorIndex(stem, int(num_files), specs, num_blocks, blocks)
 
 
 def read_header(path: Path, stem: str, file: ShardFile, opened: Any) -> TensorIndex:
@@ -263,11 +267,6 @@ def _flat(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Shape, Sha
     for offset, size in flat_blocks(shape, start, stop):
         yield stored, offset, size
         stored += prod(size)
-
-
-def _file_name(stem: str) -> str:
-    # a pattern such as `*.safetensors` does not match it
-    return f"{stem}.safetensors.index"
 
 
 def _header(opened: Any) -> Any:
