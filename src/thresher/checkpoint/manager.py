@@ -181,11 +181,11 @@ class CheckpointManager:
                     prune(self.root, self.keep_last, self.best(), trusted=published)
 
         try:
-            path = run_on_all(communicator, create, what, CheckpointError)[0]
+            path = run_on_all(communicator, create, what)[0]
             assert path is not None  # noqa: S101  of rank 0
-            records = run_on_all(communicator, lambda: write_and_record(path), what, CheckpointError)
+            records = run_on_all(communicator, lambda: write_and_record(path), what)
             gathered = communicator.gather_object(headers)
-            run_on_all(communicator, finish, what, CheckpointError)
+            run_on_all(communicator, finish, what)
         except BaseException:
             if staging is not None:
                 discard(staging)
