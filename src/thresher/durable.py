@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -172,10 +173,27 @@ def translate_os_errors(
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = if_full if is_full else "check that this path is writable"
+        hint = open_files_hint(error) or (if_full if is_full else "check that this path is writable")
         raise (DiskError if DiskError.is_transient(error) else kind)(
             f"{failed}{where}: {error.strerror or error}; {hint}{also}"
         ) from error
+
+
+def open_files_hint(error: OSError) -> str | None:
+    """Return what to do if the error is a limit of open files; None if it is not."""
+    if error.errno == errno.ENFILE:
+        return "this machine's limit of open files is reached: raise it with `sysctl -w fs.file-max`"
+    if error.errno != errno.EMFILE:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        higher = min(hard, 1 << 20) if hard > 0 else 1 << 20
+        return (
+            f"a process may open {soft} files: run `ulimit -n {higher}` in the shell that starts the run or `ray start`"
+        )
+    return (
+        f"a process may open {soft} files: raise `nofile` in /etc/security/limits.conf, or LimitNOFILE of the service"
+    )
 
 
 def is_safe_relative_path(name: object) -> bool:

@@ -18,7 +18,15 @@ from tests.support.staged import staging
 from thresher.checkpoint.manager import latest, prune
 from thresher.checkpoint.manifest import verify
 from thresher.checkpoint.save import recover
-from thresher.checkpoint.tensor_files import save_tensors
+from thresher.checkpoint.tensor_files import (
+    TensorShard,
+    load_tensors,
+    pack_headers,
+    save_indexes,
+    save_shards,
+    save_tensors,
+)
+from thresher.checkpoint.tensor_index import ShardFile
 from thresher.errors import CheckpointError
 
 _DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
@@ -26,7 +34,11 @@ _DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.ch
 
 def save(root: Path, step: int, value: float) -> None:
     with staging(root, step) as directory:
-        save_tensors(directory, "model", {"weight": torch.full((64,), value)})
+        names = [
+            save_shards(directory, "model", {"weight": TensorShard(torch.full((32,), value), (64,), (32 * k,))}, file)
+            for k, file in enumerate([ShardFile(0, 2), ShardFile(1, 2)])
+        ]
+        save_indexes(directory, [pack_headers(directory, [name]) for name in names])
         (directory / "notes.txt").write_text(f"value {value}")
 
 
@@ -65,7 +77,9 @@ def run_and_die(action: Callable[[], object], deadly_operation: int) -> bool:
 
 def content(path: Path) -> str:
     verify(path)
-    return (path / "notes.txt").read_text()
+    value = load_tensors(path, "model")["weight"].unique().item()
+    assert (path / "notes.txt").read_text() == f"value {value}"
+    return f"value {value}"
 
 
 def die_everywhere(tmp_path: Path, prepare: Callable[[Path], object], action: Callable[[Path], object]) -> list[Path]:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -76,10 +77,23 @@ def test_an_exception_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_equal_checkpoint_of_the_same_step_is_kept(tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_replaces_its_checkpoint_without_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path, 5)
-    before = path.stat().st_ino
-    assert save(tmp_path, 5).stat().st_ino == before
+    digested: list[str] = []
+    file_digest = hashlib.file_digest
+
+    def recorded(file: BinaryIO, name: str) -> object:
+        digested.append(Path(file.name).relative_to(tmp_path).parts[0])
+        return file_digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", recorded)
+    assert save(tmp_path, 5) == path
+    assert len(digested) == 2
+    assert all(name.startswith(".staging-") for name in digested)
+    monkeypatch.undo()
+    verify(path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
@@ -104,6 +118,17 @@ def test_several_writers_share_one_staging_directory(tmp_path: Path) -> None:
     (stage.path / "shared.bin").write_bytes(b"shared")
     path = publish(stage, records=records)
     assert list(verify(path).files) == ["rank-0.bin", "rank-1.bin", "rank-2.bin", "shared.bin"]
+
+
+def test_rank_0_flushes_only_its_own_files_and_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = create_staging(tmp_path, 9)
+    for name in ("of-rank-1", "of-rank-0"):
+        (stage.path / name).write_bytes(b"x")
+    records = record_files(stage.path, ["of-rank-1"])
+    flushed = record_flushed_inodes(monkeypatch)
+    path = publish(stage, records=records)
+    inodes = {file.name: file.stat().st_ino for file in (path, *path.iterdir())}
+    assert {name for name, inode in inodes.items() if inode in flushed} == {path.name, "of-rank-0", "manifest.json"}
 
 
 def test_publishing_fails_if_rank_0_cannot_see_a_file(tmp_path: Path) -> None:

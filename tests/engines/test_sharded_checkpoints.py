@@ -146,6 +146,17 @@ def test_any_slice_of_a_tensor_is_read_from_the_files_that_contain_it(saved):
                 assert torch.equal(stored.read(name, slices), tensor[slices]), (name, slices)
 
 
+def test_the_index_of_all_ranks_is_verified_and_says_what_the_headers_say(saved, tmp_path):
+    run, uninterrupted = saved
+    assert {f"{stem}.safetensors.index" for stem in ("weights", "optimizer")} <= verify(run.root / LAST).files.keys()
+    copy = shutil.copytree(run.root / LAST, tmp_path / "by an older version")
+    for stem in ("weights", "optimizer"):
+        indexed = load_tensors(copy, stem)
+        (copy / f"{stem}.safetensors.index").unlink()
+        assert_same_bits(load_tensors(copy, stem), indexed)
+    assert_same_bits(indexed, uninterrupted[0].moments)
+
+
 def test_hsdp_replicas_write_nothing(pool_of, model, tmp_path):
     """HSDP: one of the two replicas writes."""
     sizes = ParallelDims(dp_replicate=2, dp_shard=2)

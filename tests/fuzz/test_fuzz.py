@@ -30,6 +30,7 @@ from tests.support.fuzz.checks import (
     ManifestCheck,
     StoreCheck,
     TemplateCheck,
+    TensorIndexCheck,
     check_config,
     check_row,
 )
@@ -141,6 +142,18 @@ def manifest(tmp_path_factory: Any) -> ManifestCheck:
 @given(st.data())
 def test_any_bytes_are_the_manifest_or_a_checkpoint_error(manifest: ManifestCheck, data: st.DataObject) -> None:
     manifest(data.draw(st.one_of(st.binary(), mutated(manifest.content, JSON_WORDS))))
+
+
+@pytest.fixture(scope="module")
+def tensor_index(tmp_path_factory: Any) -> TensorIndexCheck:
+    return TensorIndexCheck(tmp_path_factory.mktemp("index"))
+
+
+@given(st.data())
+def test_any_bytes_are_an_index_of_tensors_or_a_checkpoint_error(
+    tensor_index: TensorIndexCheck, data: st.DataObject
+) -> None:
+    tensor_index(data.draw(st.one_of(st.binary(), mutated(tensor_index.content, JSON_WORDS))))
 
 
 @given(st.data())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from thresher import durable
-from thresher.errors import CheckpointError
+from thresher.errors import CheckpointError, UserError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | tuple[Json, ...] | Mapping[str, Json] | None"
 
@@ -48,12 +48,17 @@ def load_json(path: Path) -> Any:
 
 @contextmanager
 def translate_read_errors(path: Path, expected: str, *parse_errors: type[Exception]) -> Iterator[None]:
-    """Raise a `CheckpointError` that names the file, for an OSError or one of `parse_errors`."""
+    """Raise a `CheckpointError` that names the file, for an OSError or one of `parse_errors`.
+
+    Too many open files are not the checkpoint's fault: no other one is to be tried.
+    """
     try:
         yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; resume from a different checkpoint") from error
     except OSError as error:
+        if hint := durable.open_files_hint(error):
+            raise UserError(f"{path} cannot be opened ({error.strerror}); {hint}") from error
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror or error}); resume from a different one"
         ) from error

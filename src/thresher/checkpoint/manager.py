@@ -25,6 +25,7 @@ from thresher.checkpoint.save import (
     step_of,
     translate_save_errors,
 )
+from thresher.checkpoint.tensor_files import pack_headers, save_indexes
 from thresher.distributed.run_on_all import Communicator, run_on_all
 from thresher.errors import CheckpointError
 
@@ -152,6 +153,7 @@ class CheckpointManager:
     def save(self, step: int, write: Write, metrics: Mapping[str, float], communicator: Communicator) -> Path:
         """Publish the files that all processes write, then prune older checkpoints."""
         staging: Staging | None = None
+        headers: dict[str, bytes] = {}
         what = "save the checkpoint"
 
         def create() -> Path | None:
@@ -163,26 +165,31 @@ class CheckpointManager:
             if not path.is_dir():
                 hint = "all workers must save to one shared file system"
                 raise CheckpointError(f"a worker cannot see {path}, which rank 0 created; {hint}")
+            nonlocal headers
             with translate_save_errors(self.root, step):
-                return record_files(path, write(path))
-
-        try:
-            path = run_on_all(communicator, create, what, CheckpointError)[0]
-            assert path is not None  # noqa: S101  of rank 0
-            records = run_on_all(communicator, lambda: write_and_record(path), what, CheckpointError)
-        except BaseException:
-            if staging is not None:
-                discard(staging)
-            raise
+                names = write(path)
+                headers = pack_headers(path, names)
+                return record_files(path, names)
 
         def finish() -> None:
             if staging is not None:
                 known = {name: record for of_rank in records for name, record in of_rank.items()}
+                with translate_save_errors(self.root, step):
+                    known |= record_files(staging.path, save_indexes(staging.path, gathered or ()))
                 published = publish(staging, metrics=metrics, records=known)
                 with translate_save_errors(self.root, step):
                     prune(self.root, self.keep_last, self.best(), trusted=published)
 
-        run_on_all(communicator, finish, what, CheckpointError)
+        try:
+            path = run_on_all(communicator, create, what)[0]
+            assert path is not None  # noqa: S101  of rank 0
+            records = run_on_all(communicator, lambda: write_and_record(path), what)
+            gathered = communicator.gather_object(headers)
+            run_on_all(communicator, finish, what)
+        except BaseException:
+            if staging is not None:
+                discard(staging)
+            raise
         return self.path_for(step)
 
     def path_for(self, step: int) -> Path:

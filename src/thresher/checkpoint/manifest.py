@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from thresher.checkpoint.json_io import Json, encode, load_json, save_json
+from thresher import durable
+from thresher.checkpoint.json_io import Json, encode, load_json, save_json, translate_read_errors
 from thresher.distributed.run_on_all import Communicator, divide_by_size, run_on_all
 from thresher.errors import CheckpointError
 
@@ -115,8 +116,15 @@ def verify(directory: Path, *, digests: Digests = True) -> Manifest:
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}; check the path, or resume with `auto`")
     manifest = read_manifest(directory)
+    with translate_read_errors(directory, "a checkpoint"):
+        problems = _find_problems(directory, manifest.files, digests)
+    if problems:
+        raise failed_verification(directory, problems)
+    return manifest
+
+
+def _find_problems(directory: Path, recorded: Mapping[str, FileRecord], digests: Digests) -> list[str]:
     present = set(list_files(directory))
-    recorded = manifest.files
     problems = [f"{name} is missing" for name in sorted(recorded.keys() - present)]
     problems += [f"{name} is not in the manifest" for name in sorted(present - recorded.keys())]
     sizes = {name: (directory / name).stat().st_size for name in sorted(present & recorded.keys())}
@@ -124,19 +132,7 @@ def verify(directory: Path, *, digests: Digests = True) -> Manifest:
     problems += [f"{name} has {sizes[name]} bytes instead of {recorded[name].size}" for name in wrong]
     compared = sizes if digests is True else () if digests is False else digests
     found = record_files(directory, [name for name in sizes if name in compared and name not in wrong])
-    problems += [f"{name} does not match its digest" for name in found if found[name] != recorded[name]]
-    if problems:
-        raise failed_verification(directory, problems)
-    return manifest
-
-
-def has_same_files(new: Path, old: Path) -> bool:
-    """Return whether an older checkpoint is valid, and its manifest is the same."""
-    try:
-        verify(old)
-    except CheckpointError:
-        return False
-    return not old.is_symlink() and (new / MANIFEST_NAME).read_bytes() == (old / MANIFEST_NAME).read_bytes()
+    return problems + [f"{name} does not match its digest" for name in found if found[name] != recorded[name]]
 
 
 def failed_verification(directory: Path, problems: Sequence[str]) -> CheckpointError:
@@ -157,13 +153,14 @@ def find_damage(directory: Path, group: Communicator) -> list[str]:
         try:
             records = record_files(directory, own)
         except OSError as error:  # the driver has seen all files
+            hint = durable.open_files_hint(error) or "all workers must resume from one shared file system"
             raise CheckpointError(
                 f"a worker on {socket.gethostname()} cannot read {error.filename or directory} "
-                f"({error.strerror or error}); all workers must resume from one shared file system"
+                f"({error.strerror or error}); {hint}"
             ) from error
         return [f"{name} does not match its digest" for name in own if records[name] != files[name]]
 
-    gathered = run_on_all(group, verify, "verify the checkpoint", passed_on=CheckpointError)
+    gathered = run_on_all(group, verify, "verify the checkpoint")
     return sorted(problem for problems in gathered for problem in problems)
 
 

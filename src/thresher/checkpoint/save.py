@@ -2,10 +2,9 @@
 
 Decides names and the order of disk operations; the content of the files is left to the caller.
 
-If the step already has a valid checkpoint with the same manifest, that one is kept and the new copy is dropped (a
-resumed run saves the same bytes again). Otherwise the new one replaces it, because it belongs to the current run. A
-directory cannot be replaced by one rename, so the old one is renamed first; `recover` restores it after a crash in
-between.
+If the step already has a checkpoint, the new one replaces it: it belongs to the current run, and was just hashed, while
+to trust the old one would need to read it all. A directory cannot be replaced by one rename, so the old one is renamed
+first; `recover` restores it after a crash in between.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from thresher import durable
-from thresher.checkpoint.manifest import FileRecord, Manifest, has_same_files, list_files, record_files, write_manifest
+from thresher.checkpoint.manifest import FileRecord, Manifest, list_files, record_files, write_manifest
 from thresher.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -80,7 +79,7 @@ def publish(
 ) -> Path:
     """Turn a staging directory into the checkpoint of its step and return the path.
 
-    Each rank passes its `record_files`; files without a record are digested here.
+    Each rank has flushed its files and passes its `record_files`; files without a record are flushed and digested here.
     On failure the staging directory is removed and older checkpoints are unchanged.
     """
     root = staging.path.parent
@@ -92,12 +91,14 @@ def publish(
             if missing := sorted(known.keys() - set(names)):
                 problem = f"rank 0 cannot see {', '.join(missing)} in {staging.path}"
                 raise CheckpointError(f"{problem}; all ranks must save to one shared file system")
-            _sync_tree(staging.path)
-            known |= record_files(staging.path, [name for name in names if name not in known])
+            own = [name for name in names if name not in known]
+            for name in own:
+                durable.sync_file(staging.path / name)
+            known |= record_files(staging.path, own)
             write_manifest(staging.path, Manifest(staging.step, known, metrics or {}))
-            durable.sync_directory(staging.path)
-            if not has_same_files(staging.path, target):
-                _replace(staging.path, target)
+            for directory in {staging.path, *(path.parent for path in map(staging.path.joinpath, names))}:
+                durable.sync_directory(directory)
+            _replace(staging.path, target)
             durable.sync_directory(root)
     finally:
         discard(staging)
@@ -161,13 +162,6 @@ def _replace(source: Path, target: Path) -> None:
         raise
     durable.sync_directory(target.parent)
     durable.remove(old)
-
-
-def _sync_tree(root: Path) -> None:
-    for directory, _, names in os.walk(root):
-        for name in names:
-            durable.sync_file(Path(directory, name))
-        durable.sync_directory(Path(directory))
 
 
 def _lock_path(path: Path) -> Path:

@@ -14,13 +14,13 @@ from torch.nn import Parameter
 
 from thresher.checkpoint.json_io import load_json, save_json
 from thresher.checkpoint.tensor_files import ShardedReader, load_tensors, save_tensors
+from thresher.checkpoint.tensor_index import Specs
 from thresher.distributed.tensors import local_slices, to_local
 from thresher.errors import CheckpointError
 
 STEM = "weights"
 # what the averages of schedulefree depend on, which it keeps per group
 _GROUP_STATE = ("k", "weight_sum", "lr_max")
-Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 
 
 class State(NamedTuple):
@@ -55,8 +55,7 @@ def load_weights(
     with ShardedReader(directory, stem) as reader:
         expected = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
         check_specs(directory, reader.specs(), expected, hint=hint, other_rank_names=other_rank_names)
-        for name, parameter in parameters.items():
-            to_local(parameter).copy_(reader.read(name, local_slices(parameter)))
+        reader.read_into({name: (to_local(each), local_slices(each)) for name, each in parameters.items()})
 
 
 def weight_names(directory: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Sharded tensors in safetensors files: which shards a process writes, and any slice of any tensor read back.
 
-A process reads only the slices that it needs, however many processes wrote the files, and without communication.
+A process reads only the slices that it needs, however many processes wrote the files, and without communication. Of the
+files it opens only those with such slices, and keeps few of them open.
 
 Decides what happens to tensors that safetensors rejects: names of the same memory (tied weights) are written once and
 are tied again after loading; overlapping views are written as separate copies; other strides are made contiguous. The
@@ -14,24 +15,41 @@ import contextlib
 import errno
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from thresher import durable
-from thresher.checkpoint.json_io import translate_read_errors
+from thresher.checkpoint.tensor_index import (
+    BLOCKS,
+    HEADER_KEY,
+    WHOLE,
+    Shape,
+    ShardFile,
+    Specs,
+    TensorIndex,
+    flat_blocks,
+    index_name,
+    load_index,
+    merge,
+    open_file,
+    read_header,
+    translate_tensor_errors,
+)
 from thresher.distributed.tensors import local_slices, to_local
-from thresher.errors import CheckpointError
 
-Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
+_MAX_OPEN_FILES = 16
 
 
 @dataclass(frozen=True)
@@ -63,44 +81,6 @@ class FlatShard:
 Shard: TypeAlias = TensorShard | FlatShard
 
 
-def flat_blocks(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Split the elements [start, stop) of a flattened tensor into contiguous blocks, in order: (offset, shape) each."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield (start,) * len(shape), (stop - start,) * len(shape)
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside one row
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _in_row(shape, last, last * row, stop)
-
-
-def _in_row(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    begin = index * prod(shape[1:])
-    for offset, block in flat_blocks(shape[1:], start - begin, stop - begin):
-        yield (index, *offset), (1, *block)
-
-
-@dataclass(frozen=True)
-class ShardFile:
-    """The file of one writing process, `index` of `count`."""
-
-    index: int = 0
-    count: int = 1
-
-    def name(self, stem: str) -> str:
-        """Return the file name; a single file has the plain name that any safetensors reader expects."""
-        if self.count == 1:
-            return f"{stem}.safetensors"
-        return f"{stem}-{self.index + 1:05d}-of-{self.count:05d}.safetensors"
-
-
 def shards_to_write(
     tensors: Mapping[str, Tensor], sharded_like: Mapping[str, Tensor], owns: Callable[[Tensor], bool]
 ) -> dict[str, TensorShard]:
@@ -116,10 +96,6 @@ def shards_to_write(
             shards[name] = TensorShard(to_local(tensor).detach(), tuple(like.shape), offset)
     # with more processes than rows, some have an empty shard
     return {name: shard for name, shard in shards.items() if shard.values.numel() or shard.is_full}
-
-
-# a single header key: safetensors writes several in random order, and equal states must give equal bytes
-HEADER_KEY = "thresher"
 
 
 def save_tensors(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> str:
@@ -139,6 +115,34 @@ def save_shards(directory: Path, stem: str, shards: Mapping[str, Shard], file: S
     values = {name: shard.values.view(shard.shape) if shard.is_full else shard.values for name, shard in shards.items()}
     _write(directory / file.name(stem), values, header)
     return file.name(stem)
+
+
+def pack_headers(directory: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Return which blocks are in this process's files, by stem, of those that are one of several."""
+    packed = {}
+    for path in map(directory.joinpath, names):
+        if (parsed := ShardFile.parse(path.name)) is not None:
+            index = read_header(path, *parsed, open_file(path))
+            # compressed: rank 0 receives the names of tensors once per writer
+            packed[parsed[0]] = zlib.compress(json.dumps(index.header).encode() + b"\n" + index.blocks.tobytes())
+    return packed
+
+
+def save_indexes(directory: Path, packed: Sequence[Mapping[str, bytes]]) -> list[str]:
+    """Write one index file per stem from what `pack_headers` returned on all ranks; return the file names."""
+    names = []
+    for stem in sorted({stem for of_rank in packed for stem in of_rank}):
+        index = merge((_unpack(stem, each[stem]) for each in packed if stem in each), directory)
+        is_small = index.blocks.max(initial=0) < 2**31
+        blocks = torch.from_numpy(index.blocks).to(torch.int32 if is_small else torch.int64)
+        names.append(index_name(stem))
+        _write(directory / names[-1], {BLOCKS: blocks}, index.header)
+    return names
+
+
+def _unpack(stem: str, packed: bytes) -> TensorIndex:
+    header, _, blocks = zlib.decompress(packed).partition(b"\n")
+    return TensorIndex.from_header(stem, json.loads(header), np.frombuffer(blocks, np.int64))
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -186,22 +190,15 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-@dataclass(frozen=True)
-class _StoredBlock:
-    """A block of a tensor in a file."""
+class _Piece(NamedTuple):
+    """A part of a slice that is to be read from one block."""
 
-    shape: Shape
-    file: str
-    start: int | None = None  # its first element in a stored 1-D tensor; None if it is stored as it is
-
-
-@dataclass
-class _GlobalTensor:
-    """A tensor and its stored blocks by offset."""
-
-    shape: Shape
-    dtype: torch.dtype
-    blocks: dict[Shape, _StoredBlock]
+    file: int
+    name: str
+    start: int  # of the block in a stored 1-D tensor, or WHOLE
+    shape: Shape  # of the block
+    wanted: Slices  # of the block
+    position: Slices  # in the result
 
 
 class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
@@ -209,90 +206,77 @@ class ShardedReader(contextlib.AbstractContextManager["ShardedReader"]):
 
     def __init__(self, directory: Path, stem: str):
         self._directory = directory
-        self._files: dict[str, Any] = {}
-        self._tensors: dict[str, _GlobalTensor] = {}
-        self.tied: dict[str, str] = {}
-        for file in _file_names(directory, stem):
-            with self._translate_errors(file):
-                self._open(file)
-        for name, tensor in self._tensors.items():
-            if sum(prod(block.shape) for block in tensor.blocks.values()) != prod(tensor.shape):
-                raise CheckpointError(f"{directory} lacks shards of {name}; resume from a different checkpoint")
+        self._open = lru_cache(_MAX_OPEN_FILES)(lambda name: open_file(directory / name))
+        index = self._index = load_index(directory, stem, self._open)
+        self.tied = index.tied
+        ends = np.cumsum(index.num_blocks).tolist()
+        self._rows = dict(zip(index.specs, map(slice, [0, *ends], ends), strict=True))
 
     def __exit__(self, *_: object) -> None:
-        self._files.clear()
+        self._open.cache_clear()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._index.specs)
 
-    def specs(self) -> dict[str, tuple[Shape, torch.dtype]]:
+    def specs(self) -> Specs:
         """Return shape and dtype of every tensor, tied ones included."""
-        specs = {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
-        return specs | {name: specs[first] for name, first in self.tied.items()}
+        specs = self._index.specs
+        return {**specs, **{name: specs[first] for name, first in self.tied.items()}}
 
     def shape(self, name: str) -> Shape:
-        return self._tensors[self.tied.get(name, name)].shape
+        return self._index.specs[self.tied.get(name, name)][0]
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """Read a tensor, or a slice of it, from the shards that overlap it."""
-        name = self.tied.get(name, name)
-        tensor = self._tensors[name]
-        slices = _full(tensor.shape) if slices is None else slices
-        result = torch.empty([each.stop - each.start for each in slices], dtype=tensor.dtype)
-        for offset, block in tensor.blocks.items():
-            overlap = [
-                slice(max(wanted.start, first), min(wanted.stop, first + size))
-                for wanted, first, size in zip(slices, offset, block.shape, strict=True)
-            ]
-            if any(each.start >= each.stop for each in overlap):
-                continue
-            with self._translate_errors(block.file):
-                values = _read_block(self._files[block.file], name, block, _shift(overlap, offset))
-            if values.shape == result.shape:  # one block contains it all: no copy needed
-                result = values
-                break
-            result[_shift(overlap, [wanted.start for wanted in slices])] = values
+        shape, dtype = self._index.specs[self.tied.get(name, name)]
+        slices = _full(shape) if slices is None else slices
+        result = torch.empty([each.stop - each.start for each in slices], dtype=dtype)
+        self.read_into({name: (result, slices)})
         return result
+
+    def read_into(self, targets: Mapping[str, tuple[Tensor, Slices]]) -> None:
+        """Read a slice of each tensor into a target of the same shape, file by file."""
+        pieces = [piece for name, (_, slices) in targets.items() for piece in self._pieces(name, slices)]
+        for piece in sorted(pieces, key=lambda each: each.file):
+            targets[piece.name][0][piece.position].copy_(self._read_piece(piece))
 
     def read_flat(self, name: str, start: int, stop: int) -> Tensor:
         """Read the elements [start, stop) of a flattened tensor."""
-        tensor = self._tensors[self.tied.get(name, name)]
+        shape, dtype = self._index.specs[self.tied.get(name, name)]
         blocks = [
-            self.read(name, tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True)))
-            for offset, shape in flat_blocks(tensor.shape, start, stop)
+            self.read(name, tuple(slice(first, first + size) for first, size in zip(offset, sizes, strict=True)))
+            for offset, sizes in flat_blocks(shape, start, stop)
         ]
-        return torch.cat([torch.empty(0, dtype=tensor.dtype), *(block.reshape(-1) for block in blocks)])
+        return torch.cat([torch.empty(0, dtype=dtype), *(block.reshape(-1) for block in blocks)])
 
-    def _open(self, file: str) -> None:
-        # pread, not mmap: the tensors outlive the checkpoint, which retention may delete
-        opened: Any = safe_open(self._directory / file, framework="pt", backend="pread")
-        self._files[file] = opened
-        header = json.loads((opened.metadata() or {}).get(HEADER_KEY, "{}"))
-        self.tied |= header.get("tied", {})
-        blocks, ranges = header.get("parts", {}), header.get("flat", {})
-        for name in opened.keys():  # noqa: SIM118
-            stored = opened.get_slice(name)
-            shape = tuple(stored.get_shape())
-            dtype = (stored[:0] if shape and prod(shape) else opened.get_tensor(name)).dtype
-            if name in ranges:
-                sizes, start = ranges[name]
-                global_shape = tuple(sizes)
-                is_inside = len(shape) == 1 and 0 <= start <= start + shape[0] <= prod(global_shape)
-                found = list(_flat_blocks(global_shape, start, start + shape[0], file)) if is_inside else []
+    def _pieces(self, name: str, slices: Slices) -> Iterator[_Piece]:
+        rows, num_dims = self._rows[self.tied.get(name, name)], len(slices)
+        offsets, sizes = self._index.offsets[rows, :num_dims], self._index.sizes[rows, :num_dims]
+        first = np.maximum(offsets, [each.start for each in slices])
+        last = np.minimum(offsets + sizes, [each.stop for each in slices])
+        for at in np.flatnonzero((first < last).all(axis=1)):
+            file, start = self._index.blocks[rows][at, :2].tolist()
+            overlap = [slice(*each) for each in zip(first[at].tolist(), last[at].tolist(), strict=True)]
+            wanted = _shift(overlap, offsets[at].tolist())
+            position = _shift(overlap, [each.start for each in slices])
+            yield _Piece(file, name, start, tuple(sizes[at].tolist()), wanted, position)
+
+    def _read_piece(self, piece: _Piece) -> Tensor:
+        file, name = self._index.file(piece.file), self.tied.get(piece.name, piece.name)
+        opened, (_, dtype) = self._open(file), self._index.specs[name]
+        with translate_tensor_errors(self._directory / file):
+            if piece.start == WHOLE:
+                is_all = piece.wanted == _full(piece.shape)
+                values: Tensor = opened.get_tensor(name) if is_all else opened.get_slice(name)[piece.wanted]
             else:
-                global_shape, offset = map(tuple, blocks.get(name, (shape, (0,) * len(shape))))
-                placed = zip(offset, shape, global_shape, strict=True)
-                is_inside = all(0 <= first <= first + size <= full for first, size, full in placed)
-                found = [(offset, _StoredBlock(shape, file))]
-            tensor = self._tensors.setdefault(name, _GlobalTensor(global_shape, dtype, {}))
-            if (tensor.shape, tensor.dtype) != (global_shape, dtype) or not is_inside:
-                problem = f"{self._directory / file} has a shard of {name} that does not match the others"
-                raise CheckpointError(f"{problem}; resume from a different checkpoint")
-            tensor.blocks.update(found)  # two processes may both store a tensor that they share
-
-    def _translate_errors(self, file: str) -> contextlib.AbstractContextManager[None]:
-        parse_errors = (SafetensorError, ValueError, TypeError, AttributeError)
-        return translate_read_errors(self._directory / file, "a readable safetensors file", *parse_errors)
+                # rows are consecutive in the file; other dimensions are sliced in memory
+                row, rows = prod(piece.shape[1:]), piece.wanted[0]
+                values = opened.get_slice(name)[piece.start + rows.start * row : piece.start + rows.stop * row]
+                values = values.view(-1, *piece.shape[1:])[(slice(None), *piece.wanted[1:])]
+            expected = tuple(each.stop - each.start for each in piece.wanted)
+            if (tuple(values.shape), values.dtype) != (expected, dtype):
+                raise ValueError(f"its shard of {name} is not the one in the index")
+        return values
 
 
 class LocalShards(Mapping[str, Tensor]):
@@ -315,33 +299,10 @@ class LocalShards(Mapping[str, Tensor]):
 def load_tensors(directory: Path, stem: str) -> dict[str, Tensor]:
     """Read all tensors of a stem in full."""
     with ShardedReader(directory, stem) as reader:
-        tensors = {name: reader.read(name) for name in reader}
+        specs = reader.specs()
+        tensors = {name: torch.empty(specs[name][0], dtype=specs[name][1]) for name in reader}
+        reader.read_into({name: (each, local_slices(each)) for name, each in tensors.items()})
         return tensors | {name: tensors[first] for name, first in reader.tied.items()}
-
-
-def _file_names(directory: Path, stem: str) -> list[str]:
-    pattern = re.compile(rf"{re.escape(stem)}-(\d{{5,}})-of-(\d{{5,}})\.safetensors")
-    counts = {int(match[2]) for path in directory.glob(f"{stem}-*") if (match := pattern.fullmatch(path.name))}
-    # one checkpoint has the files of one save; if any are missing, opening them by name reports which
-    count = max(counts, default=1)
-    return [ShardFile(index, count).name(stem) for index in range(count)]
-
-
-def _flat_blocks(shape: Shape, start: int, stop: int, file: str) -> Iterator[tuple[Shape, _StoredBlock]]:
-    stored = 0
-    for offset, block in flat_blocks(shape, start, stop):
-        yield offset, _StoredBlock(block, file, stored)
-        stored += prod(block)
-
-
-def _read_block(opened: Any, name: str, block: _StoredBlock, slices: Slices) -> Tensor:
-    if block.start is None:
-        values: Tensor = opened.get_tensor(name) if slices == _full(block.shape) else opened.get_slice(name)[slices]
-        return values
-    # rows are consecutive in the file; other dimensions are sliced in memory
-    row, rows = prod(block.shape[1:]), slices[0]
-    values = opened.get_slice(name)[block.start + rows.start * row : block.start + rows.stop * row]
-    return values.view(-1, *block.shape[1:])[(slice(None), *slices[1:])]
 
 
 def _full(shape: Shape) -> Slices:

@@ -24,15 +24,16 @@ class Communicator(Protocol):
         """Return the values of all ranks, in rank order."""
         ...
 
+    def gather_object(self, value: T) -> list[T] | None:
+        """Return the values of all ranks, in rank order, on rank 0; None on the other ranks."""
+        ...
 
-def run_on_all(
-    communicator: Communicator, function: Callable[[], T], what: str, passed_on: type[UserError] = UserError
-) -> list[T]:
+
+def run_on_all(communicator: Communicator, function: Callable[[], T], what: str) -> list[T]:
     """Call a function on every rank and return all results; an error on one rank is raised on all.
 
-    Args:
-        what: the work, for the message to the other ranks.
-        passed_on: errors that other ranks raise as they are; any other counts as a lost worker: the run may restart.
+    A `UserError` is raised as it is. Any other counts on other ranks as a lost worker, which failed to do `what`: the
+    run may restart.
     """
     result: T | None = None
     error: Exception | None = None
@@ -41,7 +42,7 @@ def run_on_all(
     except Exception as raised:
         error = raised
     for_peers = error
-    if error is not None and not isinstance(error, passed_on):
+    if error is not None and not isinstance(error, UserError):
         for_peers = WorkerLostError(f"a worker failed to {what}: {error!r}")
     gathered = communicator.all_gather_object((result, for_peers))
     if error is not None:

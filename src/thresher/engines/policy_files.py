@@ -10,7 +10,8 @@ from typing import Any
 from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.json_io import save_json
 from thresher.checkpoint.save import Write
-from thresher.checkpoint.tensor_files import Shard, ShardFile, save_shards
+from thresher.checkpoint.tensor_files import Shard, save_shards
+from thresher.checkpoint.tensor_index import ShardFile
 from thresher.distributed.groups import Group
 
 OPTIMIZER = "optimizer"

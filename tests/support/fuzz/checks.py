@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from tests.support.tiny_models import replace_side
 from thresher import importers
 from thresher.checkpoint.json_io import encode, load_json
 from thresher.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from thresher.checkpoint.tensor_files import TensorShard, load_tensors, pack_headers, save_indexes, save_shards
+from thresher.checkpoint.tensor_index import ShardFile
 from thresher.config.load import load_config, parse_config
 from thresher.data.example import Example
 from thresher.data.prepare.blocks import BadRow, BlockTask, BlockWorker, UnpairedJoiner
@@ -212,6 +215,27 @@ class ManifestCheck:
             return False
         if not all(type(record.size) is int and type(record.sha256) is str for record in read.files.values()):
             raise AssertionError(f"a manifest with wrong types: {read}")
+        return True
+
+
+class TensorIndexCheck:
+    """An index of any bytes gives tensors of its files, or a `CheckpointError`."""
+
+    def __init__(self, directory: Path) -> None:
+        shards = [TensorShard(torch.full((2, 4), float(at)), (4, 4), (2 * at, 0)) for at in range(2)]
+        names = [save_shards(directory, "x", {"grid": each}, ShardFile(at, 2)) for at, each in enumerate(shards)]
+        save_indexes(directory, [pack_headers(directory, [name]) for name in names])
+        self._directory, self._path = directory, directory / "x.safetensors.index"
+        self.content = self._path.read_bytes()
+
+    def __call__(self, content: bytes) -> bool:
+        self._path.write_bytes(content)
+        try:
+            tensors = load_tensors(self._directory, "x")
+        except CheckpointError:
+            return False
+        if any(each.dtype != torch.float32 or each.shape != (4, 4) for each in tensors.values()):
+            raise AssertionError(f"other tensors: {tensors}")
         return True
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from thresher.checkpoint.state import STEM, check_groups, check_specs
 from thresher.checkpoint.tensor_files import FlatShard, Shard, ShardedReader
 from thresher.distributed.groups import Group
+from thresher.distributed.tensors import local_slices
 from thresher.engines.native.parameters import count_zeros, squared_norm
 from thresher.engines.policy_files import ADAMW, OPTIMIZER, RESUME_HINT, adamw_groups, adamw_values
 from thresher.errors import CheckpointError
@@ -219,8 +220,7 @@ class PartitionedCheckpoint:
     def _load_weights(self, reader: ShardedReader) -> None:
         zero = self.parameters.engine.optimizer
         if self.parameters.stage < 3:  # every rank has whole parameters besides its partition
-            for name, parameter in self.trained.items():
-                parameter.copy_(reader.read(name))
+            reader.read_into({name: (each, local_slices(each)) for name, each in self.trained.items()})
         else:
             zero.empty_partition_cache()  # parameters that stay gathered are gathered again
             for each in self.parameters.partitions:
