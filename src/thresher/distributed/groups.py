@@ -54,7 +54,10 @@ def _create_group(subsets: list[list[int]], description: str) -> dist.ProcessGro
     own = next((each for each in subsets if world.rank() in each), None)
     if own is None:
         return None
-    return dist.new_group(own, timeout=PEER_TIMEOUT, use_local_synchronization=True, group_desc=description)
+    group: dist.ProcessGroup = dist.new_group(
+        own, timeout=PEER_TIMEOUT, use_local_synchronization=True, group_desc=description
+    )
+    return group
 
 
 def limit_collectives(timeout: timedelta, backend_type: type | None = _NCCL) -> None:
