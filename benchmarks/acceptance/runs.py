@@ -108,9 +108,9 @@ def ray(place: Place) -> Facts:
     devices = [re.findall(r"device: (.+)", log)[0] for log in logs]
     # each worker sees one GPU, as number 0
     check(devices == ["cpu" if place.device == "cpu" else "cuda:0"] * 2, f"the workers have the devices {devices}")
-    visible = [re.findall(r"CUDA_VISIBLE_DEVICES=(\S*)", log) for log in logs]
-    check(place.device == "cpu" or visible[0] != visible[1] != [], f"the workers see the GPUs {visible}")
-    return {"devices": devices, "visible": visible}
+    addresses = [re.findall(r"GPU: (.+)", log) for log in logs]
+    check(place.device == "cpu" or addresses[0] != addresses[1], f"both workers have the GPU {addresses[0]}")
+    return {"devices": devices, "addresses": addresses}
 
 
 def _needs_two(place: Place) -> None:

@@ -42,7 +42,7 @@ def compiled(values: dict[str, Any], device: torch.device, section: str = "actor
     [
         ({}, LAYERS),
         (axes(dp_replicate=2), LAYERS),
-        (axes(tp_size=2), LAYERS),
+        (axes(tp_size=2), FUNCTIONS),
         (policy(model_args={"lora_rank": 4}), LAYERS),
         (axes(tp_size=2, sequence_parallel=True), FUNCTIONS),
         (axes(pp_size=2), FUNCTIONS),

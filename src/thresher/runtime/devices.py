@@ -103,7 +103,7 @@ def prepare_cuda(device: torch.device, dump_prefix: Path) -> list[str]:
     found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these fields
     pci_address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # as sysfs writes it
     environment = ", ".join(f"{name}={value}" for name, value in variables.items())
-    return [f"environment for CUDA: {environment}", bind_to_cores(numa_cores(pci_address))]
+    return [f"GPU: {pci_address}", f"environment for CUDA: {environment}", bind_to_cores(numa_cores(pci_address))]
 
 
 def missing_variables(environ: Mapping[str, str], dump_prefix: Path) -> dict[str, str]:

@@ -404,7 +404,7 @@ def make_policy(case: Case, model: torch.nn.Module, parallel: ParallelContext) -
     recompute_activations(base_model(model), case.recompute, offload=case.offloads_activations)
     compilation = None
     if case.compiles:
-        has_messages = case.sizes.pp > 1 or case.sizes.cp > 1 or case.sequence_parallel
+        has_messages = max(case.sizes.pp, case.sizes.cp, case.sizes.tp) > 1
         keeps_parts = has_messages or case.recompute == "selective"
         compilation = Compilation("functions" if keeps_parts else "layers")
     return train_engine(

@@ -65,7 +65,8 @@ class FSDP2Settings(StrategySettings):
     def compiled_parts(self) -> CompiledParts | None:
         if self.pp_schedule != "1f1b":
             return None  # it splits the backward
-        has_messages = self.pp_size > 1 or self.cp_size > 1 or self.ep_size > 1 or self.sequence_parallel
+        # whole layers of DTensors of tp end in a RecursionError of torch's tracer
+        has_messages = max(self.pp_size, self.cp_size, self.ep_size, self.tp_size) > 1
         return "functions" if has_messages else "layers"
 
     def is_replicated(self, num_workers: int) -> bool:

@@ -46,7 +46,7 @@ class Compilation:
         elif not compile_elementwise(backbone, is_optional=self.is_optional) and not self.is_optional:
             raise UserError(
                 f"{_SETTING} compiles only norms and activations of Llama-like layers with pipelines, context, "
-                f"expert or sequence parallelism or selective recomputation, and this model has none of them; {_HINT}"
+                f"expert or tensor parallelism or selective recomputation, and this model has none of them; {_HINT}"
             )
 
 
