@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.forks import python
-from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
+from tests.support.noise_cache import NoisePairs, all_bytes, find, lookup, open_cache, synthetic_logps
 from tests.support.tiny_run import PairsInMemory, noise_labels
 from thresher.data.batching.batches import Blocks
 from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan
@@ -76,23 +76,23 @@ def test_lookup_equals_a_dictionary(tmp_path, repeats):
         time.sleep(0.002)  # names have milliseconds, and the oldest shard wins
         write_shard(cache.directory, shard_keys, [(each, each) for each in values])
         first = dict(zip(reversed(shard_keys), reversed(values), strict=True)) | first
-    found = cache.find(np.frombuffer(b"".join(run), dtype="V16"))
-    assert found.is_missing().tolist() == [key not in first for key in run]
+    found = find(cache, np.frombuffer(b"".join(run), dtype="V16"))
+    assert found.is_missing(0, len(run)).tolist() == [key not in first for key in run]
     known = [position for position, key in enumerate(run) if key in first]
     assert len(known) > 50 * repeats
     for position in known:
-        assert found.logps(position) == [first[run[position]]] * 2
+        assert found.read(np.array([position])) == [(run[position], [first[run[position]]] * 2)]
 
 
 def test_an_empty_lookup_or_an_empty_cache_finds_nothing(tmp_path):
     cache = open_cache(tmp_path)
-    assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
+    assert find(cache, np.zeros(0, dtype="V16")).num_missing == 0
     cache.writer()
     one = np.frombuffer(b"0123456789abcdef", dtype="V16")
-    assert cache.find(one).is_missing().tolist() == [True]
+    assert find(cache, one).is_missing(0, 1).tolist() == [True]
     write_shard(cache.directory, [one.tobytes()], [(np.zeros(1, np.float32),) * 2])
-    assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
-    assert cache.find(one).is_missing().tolist() == [False]
+    assert find(cache, np.zeros(0, dtype="V16")).num_found == 0
+    assert find(cache, one).is_missing(0, 1).tolist() == [False]
 
 
 def flip_a_bit(path: Path) -> None:
@@ -141,7 +141,7 @@ def test_only_shards_that_a_run_needs_are_read_in_full(tmp_path, caplog):
     for shard in (needed, other):  # damaged in a way that does not show in the columns and keys
         shard.path.write_bytes(shard.path.read_bytes().replace(logps.tobytes(), np.float32(-4.0).tobytes()))
     cache.mark_verified([needed])  # as after writing it
-    assert cache.find(np.frombuffer(b"n" * 16, dtype="V16")).is_missing().tolist() == [False]
+    assert find(cache, np.frombuffer(b"n" * 16, dtype="V16")).num_found == 1
     assert not caplog.records
 
 
@@ -412,7 +412,7 @@ def test_kto_scores_each_answer_once_and_mismatched_ones_once_per_seed_and_epoch
         reference = precomputed(
             open_cache(tmp_path),
             visits,
-            plan.visited_pairs(),
+            plan.visited_pairs,
             blocks_of=lambda lengths: Blocks.by_pairs(len(lengths), 1),
             device=torch.device("cpu"),
             num_visits=plan.num_visits,
