@@ -20,6 +20,7 @@ from thresher.data.batching.batches import Blocks
 from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
+from thresher.losses.pairs import ExampleLogps
 from thresher.reference import cache as cache_files
 from thresher.reference.cache import (
     CacheShard,
@@ -245,17 +246,26 @@ def test_the_oldest_of_two_copies_of_a_pair_is_used(tmp_path):
     assert all_bytes(other, pairs) != bits
 
 
-def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
+def test_a_pair_that_occurs_twice_has_the_bits_of_its_blocks_and_in_another_store_those_of_the_first(tmp_path):
     pairs = NoisePairs(12)
     pairs.pairs[10] = pairs.pairs[1]
     pairs.pairs.pop()  # the last block has three pairs, so that its bits differ
-    reference = lookup(tmp_path, pairs)
-    list(reference.iter_score_missing(synthetic_logps))
-    one, other = (reference.logps(pairs.read(np.array([i]))).chosen.values.numpy().tobytes() for i in (1, 10))
-    assert one == other
-    expected = synthetic_logps(pairs.read(np.arange(4))).chosen
-    start = int(expected.lengths[:1].sum())
-    assert one == expected.values[start : start + int(expected.lengths[1])].numpy().tobytes()
+    list(lookup(tmp_path, pairs).iter_score_missing(synthetic_logps))
+    of_blocks = [
+        side_of(synthetic_logps(pairs.read(np.arange(*block))), row) for *block, row in ((0, 4, 1), (8, 11, 2))
+    ]
+    assert of_blocks[0] != of_blocks[1]
+    assert [side_of(lookup(tmp_path, pairs).logps(pairs.read(np.arange(11))), row) for row in (1, 10)] == of_blocks
+    other = NoisePairs(0)
+    other.pairs = pairs.pairs[::-1]
+    assert [side_of(lookup(tmp_path, other).logps(other.read(np.arange(11))), row) for row in (0, 9)] == [
+        of_blocks[0]
+    ] * 2
+
+
+def side_of(logps: ExampleLogps, row: int) -> bytes:
+    """The chosen side of a pair, as bytes."""
+    return logps.chosen.values.split(logps.chosen.lengths.tolist())[row].numpy().tobytes()
 
 
 def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):

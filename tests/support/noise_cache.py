@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.support.engines.config_runs import world_of_pool
 from thresher.data.batching.batches import Blocks
 from thresher.data.batching.plan import PairSet
 from thresher.data.example import Example, ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
+from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.losses.pairs import ExampleLogps, ResponseLogps
+from thresher.reference import fingerprint
 from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
@@ -73,6 +76,8 @@ def lookup(
     pairs: NoisePairs,
     pair_ids: np.ndarray | None = None,
     pairs_per_block: int = 4,
+    group: Group = SINGLE_PROCESS,
+    found: FoundLogps | None = None,
 ) -> PrecomputedReference:
     return PrecomputedReference(
         open_cache(root),
@@ -81,6 +86,8 @@ def lookup(
         blocks=Blocks.by_pairs(len(pairs), pairs_per_block),
         device=torch.device("cpu"),
         num_visits=len(pairs) if pair_ids is None else len(pair_ids),
+        group=group,
+        found=found,
     )
 
 
@@ -108,3 +115,20 @@ class Keys:
 def find(cache: ReferenceCache, keys: np.ndarray) -> FoundLogps:
     """Look up keys, none of which a shard lists."""
     return cache.find([Keys(keys)], PairSet(len(keys)))
+
+
+def found_by_rank(root: Path, num_pairs: int) -> tuple[int, bytes]:
+    """Look up pairs together with the other ranks of a pool; return the bytes hashed by this one, and all logps."""
+    sizes, original = list[int](), fingerprint.sha256_of_file
+
+    def counted(path: Path) -> str:
+        sizes.append(path.stat().st_size)
+        return original(path)
+
+    pairs = NoisePairs(num_pairs)
+    fingerprint.sha256_of_file = counted
+    try:
+        found = lookup(root, pairs, group=world_of_pool())
+    finally:
+        fingerprint.sha256_of_file = original
+    return sum(sizes), all_bytes(found, pairs)

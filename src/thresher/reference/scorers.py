@@ -143,7 +143,7 @@ class PrecomputedReference:
     def lookup(self) -> None:
         """Search the cache again: other processes may have scored some of the pairs."""
         is_leader = self._group.rank == 0 or self._group.group is None
-        found = self._cache.find(list(_parts_of(self._source)), self._wanted) if is_leader else None
+        found = self._cache.find(_parts_of(self._source), self._wanted) if is_leader else None
         self.found = cast("FoundLogps", self._group.broadcast_object(found))
 
     def begin(self, seconds_per_pair: float) -> None:
@@ -209,11 +209,23 @@ class PrecomputedReference:
             return
         by_side = [_split(side) for side in scored.sides]
         is_missing = self.found.is_missing(int(ids[0]), int(ids[-1]) + 1)
-        origins = _origins(self._source, ids)
+        origins = self._origins(ids)
         for index in np.flatnonzero(is_missing).tolist():
             # the hash of the scored tokens, not the one in the store
             writer.add(hash_example(batch.pairs[index]).pair, [side[index] for side in by_side], origins[index])
         writer.end_block()
+
+    def _origins(self, ids: PairIds) -> list[Origin]:
+        """Return the part of each pair, and its row there."""
+        digests, starts = self._parts
+        parts = np.searchsorted(starts, ids, side="right") - 1
+        rows = ids - starts[parts]
+        return [Origin(digests[part], row) for part, row in zip(parts.tolist(), rows.tolist(), strict=True)]
+
+    @cached_property
+    def _parts(self) -> tuple[list[str], PairIds]:
+        parts = _parts_of(self._source)
+        return [part.digest for part in parts], np.cumsum([0, *map(len, parts)])
 
 
 # a shard has about this many blocks
@@ -222,16 +234,6 @@ _MAX_BLOCKS_TOGETHER, _MIN_RUNS = 1024, 64
 
 def _parts_of(source: Stores | MismatchedAlone) -> Sequence[ExampleStore | MismatchedAlone]:
     return [source] if isinstance(source, MismatchedAlone) else list(source.parts.values())
-
-
-def _origins(source: Stores | MismatchedAlone, ids: PairIds) -> list[Origin]:
-    """Return the part of each example, and its row there."""
-    parts = _parts_of(source)
-    starts = np.cumsum([0, *map(len, parts)])
-    numbers = np.searchsorted(starts, ids, side="right") - 1
-    return [
-        Origin(parts[n].digest, row) for n, row in zip(numbers.tolist(), (ids - starts[numbers]).tolist(), strict=True)
-    ]
 
 
 def _split(side: ResponseLogps) -> list[Logps]:
