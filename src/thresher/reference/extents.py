@@ -2,8 +2,9 @@
 
 A location is the number of a shard, oldest first, and a row in it, in one integer: of several copies of a pair, the one
 with the least location is used. A shard lists the rows of the store that it was scored for. Pairs of other shards are
-found by their keys; many keys are partitioned on the disk first. Many extents are kept in a file next to the shards,
-which all ranks map, so memory grows neither with the store nor with the cache.
+found by their keys, unless all are listed; many keys are partitioned on the disk first. Many extents, and those with
+pairs found by keys, are kept in a file next to the shards, which all ranks map, so memory grows neither with the store
+nor with the cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import ACCESS_READ, MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -80,6 +82,7 @@ class Extents:
         """Return the location of each row, or -1."""
         at = np.searchsorted(self._records[:, 0], rows, side="right") - 1
         firsts, locations = self._records[at].T
+        self._release()
         return np.where(locations < 0, -1, locations + (rows - firsts))
 
     def between(self, start: int, stop: int) -> Integers:
@@ -99,6 +102,7 @@ class Extents:
     def chunks(self) -> Iterator[tuple[Integers, Integers]]:
         """Yield the number of rows and the location of each extent, some extents at a time."""
         for at in range(0, len(self), _ROWS_PER_WINDOW):
+            self._release()
             chunk = self._records[at : at + _ROWS_PER_WINDOW]
             following = self._records[at + len(chunk) : at + len(chunk) + 1, 0]
             yield np.diff(chunk[:, 0], append=following if len(following) else self.num_rows), chunk[:, 1]
@@ -108,11 +112,17 @@ class Extents:
         first, last = np.searchsorted(self._records[:, 0], [start, stop])
         # the extent before may reach into these rows
         firsts, locations = np.array(self._records[max(0, first - 1) : last]).T
+        self._release()
         moved = np.maximum(start - firsts, 0)
         stops = np.append(firsts[1:], stop)[: len(firsts)]
         has_rows = stops > start
         firsts, locations = firsts + moved, np.where(locations < 0, -1, locations + moved)
         return firsts[has_rows], stops[has_rows], locations[has_rows]
+
+    def _release(self) -> None:
+        """Drop the pages of the file that are in memory: those that stay would add up to all of it."""
+        if isinstance(self._records.base, mmap):
+            self._records.base.madvise(MADV_DONTNEED)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a memory map cannot be pickled; the receiving process maps the file again
@@ -132,7 +142,7 @@ def build_extents(
     """Find the rows in all shards of a directory.
 
     Args:
-        directory: where the shards are; extents of fewer shards that it has are extended.
+        directory: where the shards are; the extents of fewer shards that it has are extended.
         rows: the rows to find.
         shards: names of the shards, oldest first, and how many pairs each has.
         read_ranges: returns the rows that some shards list, of those that list them.
@@ -140,31 +150,39 @@ def build_extents(
         verified: what has been verified in the directory.
     """
     numbers = {name: number for number, name in enumerate(shards)}
-    earlier, known = _most_complete(directory, rows, shards, verified)
-    if len(known) == len(shards):
-        return earlier
-    of_earlier = np.array([numbers[name] for name in known], dtype=np.int64)
-    added = sorted(shards.keys() - set(known))
+    kept = _kept_extents(directory, rows, shards, verified)
+    if kept and len(kept[0][1]) == len(shards):
+        return kept[0][0]
+    of_kept = [(extents, np.array([numbers[name] for name in names], dtype=np.int64)) for extents, names in kept]
+    added = sorted(shards.keys() - set().union(*(names for _, names in kept)))
     ranges = read_ranges(added)
     listed = _ListedRows([(numbers[name], each) for name, each in ranges.items()])
     others = [name for name in added if name not in ranges]
+
+    def merged(joined: Joined) -> Integers:
+        start, stop, found, locations = joined
+        sources = [(found, found + 1, locations), listed.between(start, stop)]
+        sources += [extents.found_between(start, stop, each) for extents, each in of_kept]
+        return merge_extents(start, stop, *(np.concatenate(each) for each in zip(*sources, strict=True)))
+
+    def kept_with(windows: Iterable[Joined]) -> Extents:
+        with _Sink(directory, rows.digest, list(shards)) as sink:
+            for window in windows:
+                sink.add(merged(window), is_kept=len(window[2]) > 0)
+            return sink.finish(len(rows))
+
+    step = _ROWS_PER_WINDOW if any(len(extents) > MAX_EXTENTS for extents, _ in kept) else max(1, len(rows))
+    windows = [(at, min(at + step, len(rows)), _EMPTY, _EMPTY) for at in range(0, len(rows), step)]
+    # if all rows are listed, other shards are not searched. Rows that a run has once found there have been kept, so a
+    # run that scored them at the same time, and lists them, does not change what the first one reads
+    if not others or all((merged(window)[:, 1] >= 0).all() for window in windows):
+        return kept_with(windows)
     num_keys = sum(shards[name] for name in others)
     keys = ((numbers[name] << ROW_BITS, read_keys(name)) for name in others)
-    with contextlib.ExitStack() as stack:
-        if not others:
-            step = _ROWS_PER_WINDOW if len(earlier) > MAX_EXTENTS else max(1, len(rows))
-            starts = range(0, len(rows), step)
-            joined: Iterable[Joined] = ((at, min(at + step, len(rows)), _EMPTY, _EMPTY) for at in starts)
-        elif num_keys <= MAX_KEYS:
-            joined = _join_in_memory(rows, keys)
-        else:
-            joined = _join_on_disk(rows, keys, num_keys, stack.enter_context(_workspace(directory)))
-        sink = stack.enter_context(_Sink(directory, rows.digest, list(shards)))
-        for start, stop, found, locations in joined:
-            sources = [(found, found + 1, locations), listed.between(start, stop)]
-            sources.append(earlier.found_between(start, stop, of_earlier))
-            sink.add(merge_extents(start, stop, *(np.concatenate(each) for each in zip(*sources, strict=True))))
-        return sink.finish(len(rows))
+    if num_keys <= MAX_KEYS:
+        return kept_with(_join_in_memory(rows, keys))
+    with _workspace(directory) as workspace:
+        return kept_with(_join_on_disk(rows, keys, num_keys, workspace))
 
 
 def merge_extents(start: int, stop: int, firsts: Integers, stops: Integers, locations: Integers) -> Integers:
@@ -190,7 +208,8 @@ def merge_extents(start: int, stop: int, firsts: Integers, stops: Integers, loca
     at = gaps + num_gaps[gaps] - 1
     records[at, 0], records[at, 1] = before[gaps], -1
     continues = (np.diff(records[:, 0]) == np.diff(records[:, 1])) & (records[:-1, 1] >= 0)
-    return records[np.append([True], ~continues)[: len(records)]]
+    merged: Integers = records[np.append([True], ~continues)[: len(records)]]
+    return merged
 
 
 class _ListedRows:
@@ -366,10 +385,11 @@ class _Sink:
         if self._temporary is not None:
             self._temporary.unlink(missing_ok=True)
 
-    def add(self, records: Integers) -> None:
+    def add(self, records: Integers, *, is_kept: bool) -> None:
+        """Add extents in order; `is_kept` writes a file even if there are few."""
         self._records.append(records)
         self._num_records += len(records)
-        if self._num_records > MAX_EXTENTS or len(self._shards) > MAX_SHARDS:
+        if is_kept or self._file or self._num_records > MAX_EXTENTS or len(self._shards) > MAX_SHARDS:
             self._file = self._file or self._open()
             for each in self._records:
                 self._write(self._file, each.tobytes())
@@ -400,15 +420,16 @@ class _Sink:
         names = _short_digest(self._digest), _short_digest("\n".join(self._shards)), self._sha256.hexdigest()
         path = self._temporary.rename(self._directory / f"{'-'.join(names)}.rows")
         durable.sync_directory(self._directory)
-        return Extents(num_rows, _mapped(path, self._num_records), path)
+        return Extents(num_rows, _mapped(self._file, self._num_records), path)
 
 
 def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _mapped(file: Path | IO[bytes], num_records: int) -> Integers:
-    return np.asarray(np.memmap(file, "<i8", "r", shape=(num_records, 2)))
+def _mapped(file: IO[bytes], num_records: int) -> Integers:
+    mapped = mmap(file.fileno(), 16 * num_records, access=ACCESS_READ)
+    return np.ndarray((num_records, 2), np.dtype("<i8"), mapped)
 
 
 def _read_file(path: Path) -> tuple[Extents, list[str]]:
@@ -422,7 +443,7 @@ def _read_file(path: Path) -> tuple[Extents, list[str]]:
             raise ValueError("wrong size")
         file.seek(16 * num_records)
         footer = json.loads(file.read(num_bytes))
-    return Extents(footer["num_rows"], _mapped(path, num_records), path), footer["shards"]
+        return Extents(footer["num_rows"], _mapped(file, num_records), path), footer["shards"]
 
 
 def _map_again(path: Path) -> Extents:
@@ -439,20 +460,18 @@ def _read(path: Path) -> tuple[Extents, list[str]]:
         ) from error
 
 
-def _most_complete(
+def _kept_extents(
     directory: Path, rows: Rows, shards: Mapping[str, int], verified: VerifiedFiles
-) -> tuple[Extents, list[str]]:
-    """Return the kept extents of the rows in most of these shards, and in which."""
+) -> list[tuple[Extents, list[str]]]:
+    """Return the kept extents of the rows in some of these shards, and in which; the most shards first."""
     found = list[tuple[Extents, list[str]]]()
     for path in extents_files(directory, rows.digest):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             extents, names = _read_file(path)
-            if extents.num_rows == len(rows) and shards.keys() >= set(names):
+            is_usable = extents.num_rows == len(rows) and shards.keys() >= set(names)
+            if is_usable and verified.find_problem(path, path.stem[-64:]) is None:
                 found.append((extents, names))
-    for extents, names in sorted(found, key=lambda each: -len(each[1])):
-        if extents.path is not None and verified.find_problem(extents.path, extents.path.stem[-64:]) is None:
-            return extents, names
-    return Extents(len(rows), np.array([[0, -1]][: len(rows)], dtype=np.int64).reshape(-1, 2)), []
+    return sorted(found, key=lambda each: -len(each[1]))
 
 
 def shards_of(path: Path) -> list[str]:
