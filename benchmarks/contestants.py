@@ -105,7 +105,7 @@ def score_reference(column: Column, store: Examples, plan: Plan) -> Precomputed:
     reference = precomputed(
         cache,
         store,
-        plan.visited_pairs(),
+        plan.visited_pairs,
         blocks_of=lambda lengths: Blocks.by_pairs(len(lengths), plan.pairs_per_step),
         device=torch.device("cpu"),
         num_visits=plan.num_visits,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thresher.data.batching import batches
 from thresher.data.batching.batches import (
     Blocks,
     CostModel,
@@ -50,7 +51,7 @@ def test_every_pair_is_in_one_micro_batch_of_one_rank_within_the_token_budget(ro
     counts = [sum(map(len, batches)) for batches in per_rank]
     assert max(counts) - min(counts) <= 1
     tokens = costs.tokens(lengths)
-    for batch in (batch for batches in per_rank for batch in batches):
+    for batch in itertools.chain.from_iterable(per_rank):
         assert sum(tokens[batch]) <= budget or len(batch) == 1  # a pair over the budget is alone
 
 
@@ -95,9 +96,9 @@ def test_ranks_in_lockstep_get_their_split_and_as_many_micro_batches_as_the_long
     ids = np.random.default_rng(0).permutation(len(rows))
     expected = split_all(batching, ids, num_ranks)
     most = max(map(len, expected))
-    for rank, batches in enumerate(expected):
+    for rank, own in enumerate(expected):
         found = [batch.tolist() for batch in batching.split_in_lockstep(ids, rank, num_ranks)]
-        assert found == batches + [[]] * (most - len(batches))
+        assert found == own + [[]] * (most - len(own))
 
 
 @settings(deadline=None, max_examples=200)
@@ -316,20 +317,59 @@ TOKENS = np.random.default_rng(0).integers(1, 400, 1000)
 
 @pytest.mark.parametrize(
     "blocks",
-    [Blocks.by_pairs(1000, 8), Blocks.by_pairs(1000, 7), Blocks.by_tokens(TOKENS, 4096), Blocks.by_tokens(TOKENS, 10)],
+    [
+        Blocks.by_pairs(1000, 8),
+        Blocks.by_pairs(1000, 7),
+        Blocks.by_tokens(len(TOKENS), TOKENS.__getitem__, 4096),
+        Blocks.by_tokens(len(TOKENS), TOKENS.__getitem__, 10),
+    ],
 )
 def test_every_pair_is_in_one_block(blocks):
-    every = np.arange(len(blocks.edges) - 1)
-    assert blocks.pairs(every).tolist() == list(range(1000))
-    assert blocks.containing(np.arange(1000)).tolist() == np.repeat(every, blocks.sizes(every)).tolist()
-    chosen = every[3::5]
-    assert blocks.pairs(chosen).tolist() == [
-        i for block in chosen for i in range(blocks.edges[block], blocks.edges[block + 1])
-    ]
+    assert (blocks.edges[0], blocks.edges[-1]) == (0, 1000)
+    assert (np.diff(blocks.edges) > 0).all()
+
+
+def edges_at_once(tokens: np.ndarray, budget: int) -> list[int]:
+    """The definition, which has the tokens of all pairs in memory: existing caches were scored in these blocks."""
+    ends = np.cumsum(tokens)
+    total = int(ends[-1]) if len(ends) else 0
+    num_blocks = max(1, -(-total // budget))
+    cuts = np.searchsorted(ends, np.arange(1, num_blocks) * (total / num_blocks)) + 1
+    return np.unique(np.concatenate([[0], cuts, [len(tokens)]])).tolist()
+
+
+def halved_at_once(sizes: np.ndarray, max_pairs: int, budget: int) -> list[int]:
+    """The definition of blocks of padded rows, of a store in which each pair has two sequences of one length."""
+    edges = [*range(0, len(sizes), max_pairs), len(sizes)]
+    while too_large := [
+        (start, stop)
+        for start, stop in itertools.pairwise(edges)
+        if stop - start > 1 and 2 * (stop - start) * sizes[start:stop].max() > budget
+    ]:
+        edges = sorted([*edges, *(start + (stop - start) // 2 for start, stop in too_large)])
+    return edges
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 64, 1 << 18])
+def test_blocks_do_not_depend_on_how_many_rows_are_in_memory(monkeypatch, rows_per_chunk):
+    monkeypatch.setattr(batches, "_ROWS_PER_CHUNK", rows_per_chunk)
+    draw = np.random.default_rng(rows_per_chunk)
+    for num_pairs in (0, 1, 6, 7, 8, 300):
+        for budget in (1, 50, 999, 4096, 10**6):
+            tokens = draw.integers(1, 400, num_pairs) * draw.choice([1, 1, 1, 30], num_pairs)
+            blocks = Blocks.by_tokens(num_pairs, tokens.__getitem__, budget)
+            assert blocks.edges.tolist() == edges_at_once(tokens, budget)
+            lengths = np.stack([tokens, tokens, tokens], axis=1).astype(np.uint32)
+            padded = ScoringBatching(budget, max_pairs=8).blocks(lengths)
+            assert padded.edges.tolist() == halved_at_once(2 * tokens, 8, budget)
+            both = Blocks.concatenated([blocks, Blocks.by_pairs(0, 3), Blocks.by_pairs(10, 3), blocks])
+            rest = [num_pairs + edge for edge in (3, 6, 9, 10)]
+            again = [num_pairs + 10 + edge for edge in edges_at_once(tokens, budget)[1:] if num_pairs]
+            assert both.edges.tolist() == [*edges_at_once(tokens, budget)[: None if num_pairs else 1], *rest, *again]
 
 
 def test_blocks_by_tokens_differ_by_less_than_a_pair():
-    blocks = Blocks.by_tokens(TOKENS, 4096)
+    blocks = Blocks.by_tokens(len(TOKENS), TOKENS.__getitem__, 4096)
     sums = np.add.reduceat(TOKENS, blocks.edges[:-1])
     assert len(sums) == -(-TOKENS.sum() // 4096)
     mean = TOKENS.sum() / len(sums)
@@ -338,9 +378,9 @@ def test_blocks_by_tokens_differ_by_less_than_a_pair():
 
 
 def test_a_pair_above_the_budget_is_a_block_and_an_empty_store_has_none():
-    assert Blocks.by_tokens(np.array([5000, 5000, 5000]), 4096).edges.tolist() == [0, 1, 2, 3]
-    assert Blocks.by_tokens(np.array([], dtype=np.int64), 4096).edges.tolist() == [0]
-    assert Blocks.by_tokens(np.array([10, 10]), 4096).edges.tolist() == [0, 2]
+    for tokens, edges in (([5000] * 3, [0, 1, 2, 3]), ([], [0]), ([10, 10], [0, 2])):
+        counted = np.array(tokens, dtype=np.int64)
+        assert Blocks.by_tokens(len(tokens), counted.__getitem__, 4096).edges.tolist() == edges
 
 
 SCORED_LENGTHS = np.random.default_rng(1).integers(1, 200, (1000, 3)).astype(np.uint32)

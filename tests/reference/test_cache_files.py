@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tests.support.forks import python
-from tests.support.noise_cache import NoisePairs, all_bytes, lookup, open_cache, synthetic_logps
+from tests.support.noise_cache import NoisePairs, all_bytes, find, lookup, open_cache, synthetic_logps
 from tests.support.tiny_run import PairsInMemory, noise_labels
 from thresher.data.batching.batches import Blocks
 from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan
 from thresher.distributed.groups import DataParallelGroup
 from thresher.errors import UserError
+from thresher.losses.pairs import ExampleLogps
 from thresher.reference import cache as cache_files
 from thresher.reference.cache import (
     CacheShard,
@@ -76,23 +77,23 @@ def test_lookup_equals_a_dictionary(tmp_path, repeats):
         time.sleep(0.002)  # names have milliseconds, and the oldest shard wins
         write_shard(cache.directory, shard_keys, [(each, each) for each in values])
         first = dict(zip(reversed(shard_keys), reversed(values), strict=True)) | first
-    found = cache.find(np.frombuffer(b"".join(run), dtype="V16"))
-    assert found.is_missing().tolist() == [key not in first for key in run]
+    found = find(cache, np.frombuffer(b"".join(run), dtype="V16"))
+    assert found.is_missing(0, len(run)).tolist() == [key not in first for key in run]
     known = [position for position, key in enumerate(run) if key in first]
     assert len(known) > 50 * repeats
     for position in known:
-        assert found.logps(position) == [first[run[position]]] * 2
+        assert found.read(np.array([position])) == [(run[position], [first[run[position]]] * 2)]
 
 
 def test_an_empty_lookup_or_an_empty_cache_finds_nothing(tmp_path):
     cache = open_cache(tmp_path)
-    assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
+    assert find(cache, np.zeros(0, dtype="V16")).num_missing == 0
     cache.writer()
     one = np.frombuffer(b"0123456789abcdef", dtype="V16")
-    assert cache.find(one).is_missing().tolist() == [True]
+    assert find(cache, one).is_missing(0, 1).tolist() == [True]
     write_shard(cache.directory, [one.tobytes()], [(np.zeros(1, np.float32),) * 2])
-    assert cache.find(np.zeros(0, dtype="V16")).is_missing().tolist() == []
-    assert cache.find(one).is_missing().tolist() == [False]
+    assert find(cache, np.zeros(0, dtype="V16")).num_found == 0
+    assert find(cache, one).is_missing(0, 1).tolist() == [False]
 
 
 def flip_a_bit(path: Path) -> None:
@@ -141,7 +142,7 @@ def test_only_shards_that_a_run_needs_are_read_in_full(tmp_path, caplog):
     for shard in (needed, other):  # damaged in a way that does not show in the columns and keys
         shard.path.write_bytes(shard.path.read_bytes().replace(logps.tobytes(), np.float32(-4.0).tobytes()))
     cache.mark_verified([needed])  # as after writing it
-    assert cache.find(np.frombuffer(b"n" * 16, dtype="V16")).is_missing().tolist() == [False]
+    assert find(cache, np.frombuffer(b"n" * 16, dtype="V16")).num_found == 1
     assert not caplog.records
 
 
@@ -245,17 +246,26 @@ def test_the_oldest_of_two_copies_of_a_pair_is_used(tmp_path):
     assert all_bytes(other, pairs) != bits
 
 
-def test_a_pair_that_occurs_twice_has_the_bits_of_its_first_block(tmp_path):
+def test_a_pair_that_occurs_twice_has_the_bits_of_its_blocks_and_in_another_store_those_of_the_first(tmp_path):
     pairs = NoisePairs(12)
     pairs.pairs[10] = pairs.pairs[1]
     pairs.pairs.pop()  # the last block has three pairs, so that its bits differ
-    reference = lookup(tmp_path, pairs)
-    list(reference.iter_score_missing(synthetic_logps))
-    one, other = (reference.logps(pairs.read(np.array([i]))).chosen.values.numpy().tobytes() for i in (1, 10))
-    assert one == other
-    expected = synthetic_logps(pairs.read(np.arange(4))).chosen
-    start = int(expected.lengths[:1].sum())
-    assert one == expected.values[start : start + int(expected.lengths[1])].numpy().tobytes()
+    list(lookup(tmp_path, pairs).iter_score_missing(synthetic_logps))
+    of_blocks = [
+        side_of(synthetic_logps(pairs.read(np.arange(*block))), row) for *block, row in ((0, 4, 1), (8, 11, 2))
+    ]
+    assert of_blocks[0] != of_blocks[1]
+    assert [side_of(lookup(tmp_path, pairs).logps(pairs.read(np.arange(11))), row) for row in (1, 10)] == of_blocks
+    other = NoisePairs(0)
+    other.pairs = pairs.pairs[::-1]
+    assert [side_of(lookup(tmp_path, other).logps(other.read(np.arange(11))), row) for row in (0, 9)] == [
+        of_blocks[0]
+    ] * 2
+
+
+def side_of(logps: ExampleLogps, row: int) -> bytes:
+    """The chosen side of a pair, as bytes."""
+    return logps.chosen.values.split(logps.chosen.lengths.tolist())[row].numpy().tobytes()
 
 
 def test_bits_do_not_depend_on_which_pairs_a_run_visits(tmp_path):
@@ -412,7 +422,7 @@ def test_kto_scores_each_answer_once_and_mismatched_ones_once_per_seed_and_epoch
         reference = precomputed(
             open_cache(tmp_path),
             visits,
-            plan.visited_pairs(),
+            plan.visited_pairs,
             blocks_of=lambda lengths: Blocks.by_pairs(len(lengths), 1),
             device=torch.device("cpu"),
             num_visits=plan.num_visits,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tests.support.engines.config_runs import world_of_pool
 from thresher.data.batching.batches import Blocks
+from thresher.data.batching.plan import PairSet
 from thresher.data.example import Example, ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
+from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.losses.pairs import ExampleLogps, ResponseLogps
-from thresher.reference.cache import ReferenceCache
+from thresher.reference import fingerprint
+from thresher.reference.cache import FoundLogps, ReferenceCache
 from thresher.reference.fingerprint import ReferenceFingerprint
 from thresher.reference.scorers import PrecomputedReference
 
@@ -35,6 +40,14 @@ class NoisePairs:
 
     def read(self, pair_ids: np.ndarray) -> ExampleBatch:
         return ExampleBatch(np.asarray(pair_ids), tuple(self.pairs[int(i)] for i in pair_ids))
+
+    @property
+    def parts(self) -> dict[str, NoisePairs]:
+        return {"": self}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(each.tobytes() for each in self.hashes())).hexdigest()
 
     def hashes(self) -> Iterator[np.ndarray]:
         for start in range(0, len(self.pairs), 5):
@@ -63,15 +76,18 @@ def lookup(
     pairs: NoisePairs,
     pair_ids: np.ndarray | None = None,
     pairs_per_block: int = 4,
+    group: Group = SINGLE_PROCESS,
+    found: FoundLogps | None = None,
 ) -> PrecomputedReference:
-    ids = np.arange(len(pairs)) if pair_ids is None else pair_ids
     return PrecomputedReference(
         open_cache(root),
         pairs,
-        ids,
+        None if pair_ids is None else lambda: PairSet.of(len(pairs), pair_ids),
         blocks=Blocks.by_pairs(len(pairs), pairs_per_block),
         device=torch.device("cpu"),
-        num_visits=len(ids),
+        num_visits=len(pairs) if pair_ids is None else len(pair_ids),
+        group=group,
+        found=found,
     )
 
 
@@ -79,3 +95,40 @@ def all_bytes(reference: PrecomputedReference, pairs: NoisePairs) -> bytes:
     """The logps of all pairs, as bytes."""
     sides = reference.logps(pairs.read(np.arange(len(pairs))))
     return sides.chosen.values.numpy().tobytes() + sides.rejected.values.numpy().tobytes()
+
+
+class Keys:
+    """Rows without content, to be found by their keys; two objects have different digests."""
+
+    def __init__(self, keys: np.ndarray, rows_at_a_time: int = 100) -> None:
+        self._keys, self._step = keys, rows_at_a_time
+        self.digest = hashlib.sha256(b"rows " + keys.tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def hashes(self) -> Iterator[np.ndarray]:
+        for start in range(0, len(self), self._step):
+            yield self._keys[start : start + self._step]
+
+
+def find(cache: ReferenceCache, keys: np.ndarray) -> FoundLogps:
+    """Look up keys, none of which a shard lists."""
+    return cache.find([Keys(keys)], PairSet(len(keys)))
+
+
+def found_by_rank(root: Path, num_pairs: int) -> tuple[int, bytes]:
+    """Look up pairs together with the other ranks of a pool; return the bytes hashed by this one, and all logps."""
+    sizes, original = list[int](), fingerprint.sha256_of_file
+
+    def counted(path: Path) -> str:
+        sizes.append(path.stat().st_size)
+        return original(path)
+
+    pairs = NoisePairs(num_pairs)
+    fingerprint.sha256_of_file = counted
+    try:
+        found = lookup(root, pairs, group=world_of_pool())
+    finally:
+        fingerprint.sha256_of_file = original
+    return sum(sizes), all_bytes(found, pairs)

@@ -23,7 +23,8 @@ from thresher.builders.reference_mode import (
 from thresher.builders.token_budget import with_token_budget
 from thresher.config import DPOConfig
 from thresher.data.batching.mismatched import Examples
-from thresher.data.batching.plan import PairIds
+from thresher.data.batching.plan import PairSet
+from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.errors import UserError
 from thresher.models.loading.load import load_model_config
@@ -31,6 +32,7 @@ from thresher.observability.heartbeat import set_activity
 from thresher.reference.cache import ReferenceCache, cache_root
 from thresher.reference.fingerprint import ReferenceFingerprint, config_digest, frozen_digest, model_digest
 from thresher.reference.scorers import (
+    Found,
     LiveReference,
     Precomputed,
     Reference,
@@ -42,20 +44,24 @@ from thresher.reference.step_zero_check import Forwards
 logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
+FoundSplits = list[Found]  # in the training pairs, and in the validation pairs if there are any
 ScoringProgress = tuple[str, int, int]  # split, blocks done, blocks of this rank
 DEFAULT_PAIRS_PER_PADDED_BLOCK = 8
 _PROGRESS_INTERVAL = 0.5  # seconds
 
 
-def open_reference(inputs: RunInputs, policy: TrainEngine) -> Reference:
-    """Look up the logps in the cache, or load the model that scores them next to the policy."""
+def open_reference(inputs: RunInputs, policy: TrainEngine, found: FoundSplits | None = None) -> Reference:
+    """Look up the logps in the cache, or load the model that scores them next to the policy; a collective call.
+
+    found: what a process outside of the policy has found in the cache.
+    """
     config, mode = inputs.config, inputs.mode
     same_weights = same_initial_weights(config)
     forwards = _live_forwards(config, policy.device)
     if mode == "none":
         return Reference()
     if mode == "precompute":
-        splits = look_up(inputs, policy.device)
+        splits = look_up(inputs, policy.device, group=policy.dp_group.world, found=found)
         has_workers = config.uses_ray and reference_has_workers(config, mode)
         # logps that the cache has may be of any mesh
         is_other = forwards == "other mesh" or has_workers or any(split.num_found for split in splits if split)
@@ -87,9 +93,19 @@ def build_beside(inputs: RunInputs, policy: TrainEngine) -> Engine:
 
 
 def look_up(
-    inputs: RunInputs, device: torch.device, *, all_pairs: bool = False
+    inputs: RunInputs,
+    device: torch.device,
+    *,
+    all_pairs: bool = False,
+    group: Group = SINGLE_PROCESS,
+    found: FoundSplits | None = None,
 ) -> tuple[Precomputed, Precomputed | None]:
-    """Look up the training pairs that the run visits, or all of them, and all validation pairs."""
+    """Look up the training pairs that the run visits, or all of them, and all validation pairs.
+
+    Args:
+        group: the processes that make this call; rank 0 looks up and verifies for all of them.
+        found: what a process outside of the group has found.
+    """
     train, validation, plan = inputs.train_examples, inputs.validation_examples, inputs.plan
     cache = open_cache(inputs.config, str(inputs.frozen_weights))
     # about as many tokens at a time as the policy scores: matrix products in bf16 depend on the number of rows
@@ -98,11 +114,22 @@ def look_up(
         size = DEFAULT_PAIRS_PER_PADDED_BLOCK
     batching = scoring_batching(inputs, size)
 
-    def find(examples: Examples, pair_ids: PairIds | None, num_visits: int) -> Precomputed:
-        return precomputed(cache, examples, pair_ids, blocks_of=batching.blocks, device=device, num_visits=num_visits)
+    known = iter(found or ())
+
+    def find(examples: Examples, visited: Callable[[], PairSet] | None, num_visits: int) -> Precomputed:
+        return precomputed(
+            cache,
+            examples,
+            visited,
+            blocks_of=batching.blocks,
+            device=device,
+            num_visits=num_visits,
+            group=group,
+            found=next(known, None),
+        )
 
     return (
-        find(train, None if all_pairs else plan.visited_pairs(), plan.num_visits),
+        find(train, None if all_pairs else plan.visited_pairs, plan.num_visits),
         None if validation is None else find(validation, None, len(validation)),
     )
 

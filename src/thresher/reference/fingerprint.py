@@ -5,18 +5,20 @@ do not matter, nor does the distribution of tensors over files.
 
 Digests of model files are remembered by path, size, times and inode, so a start does not read 140 GB to hash them: one
 small file per model file, in the user's cache. It counts only if it belongs to the user, if no other user can write it,
-and if it describes the model file as it is now. Anything else in its place is ignored and replaced.
+and if it describes the model file as it is now. Anything else in its place is ignored and replaced. In the same way,
+one file per directory of the reference cache remembers which of its files have been compared with their names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -42,6 +44,7 @@ _VERSION = 1
 # a file that was written so recently could change again without a new time stamp
 _SECONDS_TO_SETTLE = 2.0
 _DIGEST = re.compile("[0-9a-f]{64}")
+DIGEST_MISMATCH = "does not match the digest in its name"
 
 Digests = dict[str, str]
 
@@ -49,23 +52,83 @@ Digests = dict[str, str]
 def remembered(file: Path, compute: Callable[[], Digests]) -> Digests:
     """Return the digests of a model file: those remembered of it, or computed ones, which are remembered."""
     file = file.resolve()
-    before = _identity(file)
-    # $THRESHER_CACHE_DIR or the user's: a directory that a config names may belong to others
-    root = chosen_cache_dir(None) or user_cache_dir()
-    path = root / DIRECTORY_NAME / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
+    before, path = _identity(file), _record_of(file)
     if (found := _read(path, file, before)) is not None:
         return found
     digests = compute()
-    if _identity(file) == before and time.time() - file.stat().st_mtime > _SECONDS_TO_SETTLE:
+    if _identity(file) == before and _is_settled(before):
         content = {"version": _VERSION, "path": str(file), "identity": before, "digests": digests}
         durable.write_own_record(path, content)
     return digests
+
+
+class VerifiedFiles:
+    """Files of a directory that have the SHA-256 of their names; each is read once, until it changes."""
+
+    def __init__(self, directory: Path) -> None:
+        directory = directory.resolve()
+        self._path = _record_of(directory)
+        self._header = {"version": _VERSION, "path": str(directory)}
+        content = durable.read_own_record(self._path) or {}
+        files = content.pop("files", None)
+        self._remembered: dict[str, list[int]] = files if content == self._header and isinstance(files, dict) else {}
+        self._known = dict(self._remembered)
+        self._is_saved = True
+
+    def add(self, path: Path) -> None:
+        """Count a file as verified that this process has just written."""
+        with contextlib.suppress(OSError):  # removed since
+            self._known[path.name] = _identity(path)
+
+    def find_problem(self, path: Path, sha256: str) -> str | None:
+        """Read a file, unless that has been done; return what is wrong with it, or None."""
+        try:
+            before = _identity(path)
+            if self._known.get(path.name) == before:
+                return None
+        except OSError as error:
+            return _unreadable(error)
+        if (problem := find_digest_problem(path, sha256)) is not None:
+            return problem
+        self._known[path.name] = before
+        if _is_settled(before):
+            self._remembered[path.name], self._is_saved = before, False
+        return None
+
+    def save(self, names: Collection[str]) -> None:
+        """Remember those of the verified files that the directory still has."""
+        if not self._is_saved:
+            files = {name: self._remembered[name] for name in self._remembered.keys() & names}
+            durable.write_own_record(self._path, {**self._header, "files": files})
+            self._is_saved = True
+
+
+def find_digest_problem(path: Path, sha256: str) -> str | None:
+    """Compare a file with its digest; return what is wrong with it, or None."""
+    try:
+        return None if sha256_of_file(path) == sha256 else DIGEST_MISMATCH
+    except OSError as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: OSError) -> str:
+    return f"cannot be read ({error.strerror or error})"
+
+
+def _record_of(path: Path) -> Path:
+    # $THRESHER_CACHE_DIR or the user's: a directory that a config names may belong to others
+    root = chosen_cache_dir(None) or user_cache_dir()
+    return root / DIRECTORY_NAME / f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json"
 
 
 def _identity(file: Path) -> list[int]:
     """What changes with the content of a file, or more often; the change time cannot be set back."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _is_settled(identity: list[int]) -> bool:
+    return time.time() - identity[1] / 1e9 > _SECONDS_TO_SETTLE
 
 
 def _read(path: Path, file: Path, identity: list[int]) -> Digests | None:

@@ -6,28 +6,30 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from thresher.checkpoint.state import load_weights
 from thresher.data.batching.batches import Blocks
 from thresher.data.batching.mismatched import Examples, MismatchedAlone, MismatchedAnswers
-from thresher.data.batching.plan import PairIds
-from thresher.data.example import ExampleBatch
+from thresher.data.batching.plan import PairIds, PairSet
+from thresher.data.example import Example, ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
 from thresher.data.store.joined import Stores
-from thresher.data.store.reader import HASH_DTYPE, Lengths
-from thresher.distributed.groups import DataParallelGroup
+from thresher.data.store.reader import ExampleStore, Lengths
+from thresher.distributed.groups import SINGLE_PROCESS, DataParallelGroup, Group
 from thresher.distributed.tensors import copy_to_device
 from thresher.engines.engine import Engine, TrainEngine
 from thresher.errors import UserError
 from thresher.losses.pairs import ExampleLogps, ResponseLogps, empty_logps, map_tensors
-from thresher.reference.cache import NO_LOGPS, FoundLogps, Logps, ReferenceCache, ShardWriter
+from thresher.reference.cache import NO_LOGPS, FoundLogps, Logps, Origin, ReferenceCache, ShardWriter
 from thresher.reference.step_zero_check import Forwards
 
 
@@ -53,6 +55,9 @@ class LiveReference:
         return map_tensors(scored, lambda tensor: copy_to_device(tensor, self.device))
 
 
+Found: TypeAlias = Sequence[FoundLogps]  # in the answers, and in the mismatched ones of labelled examples
+
+
 class PrecomputedReference:
     """Logps of a run's pairs, read from the cache; missing ones are scored in blocks of neighbouring pairs.
 
@@ -65,35 +70,52 @@ class PrecomputedReference:
         self,
         cache: ReferenceCache,
         source: Stores | MismatchedAlone,
-        pair_ids: PairIds,
+        visited: Callable[[], PairSet] | None,
         *,
         blocks: Blocks,
         device: torch.device,
         num_visits: int,
+        group: Group = SINGLE_PROCESS,
+        found: FoundLogps | None = None,
     ) -> None:
-        """Look up `pair_ids`; num_visits is the number of pairs, with repeats, that the scoring time is divided by."""
+        """Look up the visited pairs, or all of them.
+
+        Args:
+            num_visits: the number of pairs, with repeats, that the scoring time is divided by.
+            group: the processes that make this call; rank 0 looks up for all of them.
+            found: what a process outside of the group has found.
+        """
         self.seconds_per_pair = 0.0
         self.num_scored = 0
         self._cache = cache
         self._source = source
+        self._visited = visited
         self._all_blocks = blocks
         self.device = device
         self._num_visits = num_visits
-        self._blocks: PairIds = np.unique(blocks.containing(pair_ids))
-        sizes = blocks.sizes(self._blocks)
-        self._starts = np.cumsum(sizes) - sizes  # position of each block's first pair among those looked up
-        self._is_wanted = np.zeros(int(sizes.sum()), dtype=np.bool_)
-        self._is_wanted[self._positions(pair_ids)] = True
-        self._found: FoundLogps
-        self.lookup()
+        self._group = group
+        self.found: FoundLogps
+        if found is None:
+            self.lookup()
+        else:
+            self.found = found
+
+    @property
+    def found_logps(self) -> Found:
+        """What other processes need to read the same logps."""
+        return [self.found]
 
     @property
     def num_missing(self) -> int:
-        return int((self._is_wanted & self._found.is_missing()).sum())
+        return self.found.num_missing
 
     @property
     def num_found(self) -> int:
-        return int(self._is_wanted.sum()) - self.num_missing
+        return self.found.num_found
+
+    @cached_property
+    def _wanted(self) -> PairSet:
+        return PairSet(len(self._source)) if self._visited is None else self._visited()
 
     def iter_score_missing(
         self,
@@ -101,33 +123,28 @@ class PrecomputedReference:
         *,
         dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
-        """Score this rank's missing blocks, then look all pairs up again; yield (blocks done, blocks of this rank)."""
+        """Score this rank's missing blocks; yield (blocks done, blocks of this rank). One process looks up again."""
         started = time.perf_counter()
-        blocks = self._missing_blocks(dp_group)
-        num_dummy_batches = dp_group.max_over_ranks(len(blocks)) - len(blocks)
-        if blocks:
+        num_blocks = sum(1 for _ in self._missing_blocks(dp_group))
+        num_dummy_batches = dp_group.max_over_ranks(num_blocks) - num_blocks
+        if num_blocks:
             with self._cache.writer() if dp_group.is_writer else nullcontext() as writer:
-                for done, block in enumerate(blocks, start=1):
+                for done, block in enumerate(self._missing_blocks(dp_group), start=1):
                     self._score_block(block, score, writer)
-                    yield done, len(blocks)
+                    yield done, num_blocks
             if writer is not None:
                 self._cache.mark_verified(writer.written)
         for _ in range(num_dummy_batches):  # for lockstep
             score(self._source.read(np.zeros(0, dtype=np.int64)))
-        if blocks:
+        if num_blocks and self._group.size == 1:
             self.lookup()
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)
 
     def lookup(self) -> None:
         """Search the cache again: other processes may have scored some of the pairs."""
-        ids = self._all_blocks.pairs(self._blocks)
-        keys = np.empty(len(ids), dtype=HASH_DTYPE)
-        start = 0
-        for hashes in self._source.hashes():
-            first, last = np.searchsorted(ids, (start, start + len(hashes)))
-            keys[first:last] = hashes[ids[first:last] - start]
-            start += len(hashes)
-        self._found = self._cache.find(keys)
+        is_leader = self._group.rank == 0 or self._group.group is None
+        found = self._cache.find(_parts_of(self._source), self._wanted) if is_leader else None
+        self.found = cast("FoundLogps", self._group.broadcast_object(found))
 
     def begin(self, seconds_per_pair: float) -> None:
         """Find what other processes have scored; raise if pairs are missing still."""
@@ -144,44 +161,79 @@ class PrecomputedReference:
         """Read the logps of a micro-batch."""
         if not len(batch):
             return empty_logps(self.device)
-        return _by_side(self.find(batch.pair_ids), batch.num_sides, self.device)
+        return _by_side(self.find(batch.pair_ids, batch.pairs), batch.num_sides, self.device)
 
-    def find(self, pair_ids: PairIds) -> list[list[Logps]]:
-        """Read the logps of each response of some pairs."""
-        return [self._found.logps(position) for position in self._positions(pair_ids).tolist()]
+    def find(self, pair_ids: PairIds, examples: Sequence[Example]) -> list[list[Logps]]:
+        """Read the logps of each response of some pairs; raise if other tokens were scored."""
+        logps = []
+        for pair_id, example, (key, sides) in zip(pair_ids, examples, self.found.read(pair_ids), strict=True):
+            if hash_example(example).pair != key:
+                raise UserError(
+                    f"the tokens of pair {pair_id} are not those that the reference has scored; check the data with "
+                    f"`thresher inspect STORE --verify`, then remove {self._cache.directory} to score them again"
+                )
+            logps.append(sides)
+        return logps
 
-    def _missing_blocks(self, dp_group: DataParallelGroup) -> list[int]:
-        is_missing = self._is_wanted & self._found.is_missing()
-        of_blocks = np.logical_or.reduceat(is_missing, self._starts) if len(self._starts) else is_missing
-        # assigned before cached blocks are excluded: other ranks write meanwhile, and all must assign the same way
-        of_blocks = dp_group.world.broadcast_object(of_blocks)
-        is_local = np.arange(len(self._blocks)) % dp_group.size == dp_group.rank
-        return [int(block) for block in self._blocks[is_local & of_blocks]]
+    def _missing_blocks(self, dp_group: DataParallelGroup) -> Iterator[PairIds]:
+        """Yield the pairs of this rank's blocks that have missing ones."""
+        num_wanted = sum(len(starts) for starts, *_ in self._wanted_blocks())
+        # neighbours to the same rank, so that a shard lists few ranges; enough of them for an even division
+        together = max(1, min(_MAX_BLOCKS_TOGETHER, num_wanted // (_MIN_RUNS * dp_group.size)))
+        before = 0
+        for starts, stops, is_missing in self._wanted_blocks():
+            # assigned before cached blocks are excluded: processes may have looked up at different times
+            ranks = (np.arange(before, before + len(starts)) // together) % dp_group.size
+            for block in np.flatnonzero(is_missing & (ranks == dp_group.rank)).tolist():
+                yield np.arange(starts[block], stops[block])
+            before += len(starts)
+
+    def _wanted_blocks(self) -> Iterator[tuple[PairIds, PairIds, npt.NDArray[np.bool_]]]:
+        """Yield blocks with visited pairs, some at a time: their first pairs, their ends, whether one is missing."""
+        if not self.num_missing:
+            return
+        for edges in self._all_blocks.chunks():
+            start, stop = int(edges[0]), int(edges[-1])
+            is_wanted = self._wanted.mask(start, stop)
+            is_missing = is_wanted & self.found.is_missing(start, stop)
+            wanted, missing = (np.logical_or.reduceat(each, edges[:-1] - start) for each in (is_wanted, is_missing))
+            yield edges[:-1][wanted], edges[1:][wanted], missing[wanted]
 
     def _score_block(
-        self, block: int, score: Callable[[ExampleBatch], ExampleLogps], writer: ShardWriter | None
+        self, ids: PairIds, score: Callable[[ExampleBatch], ExampleLogps], writer: ShardWriter | None
     ) -> None:
-        ids = self._all_blocks.pairs(np.array([block]))
         batch = self._source.read(ids)
         scored = score(batch)
         self.num_scored += len(batch)
         if writer is None:
             return
         by_side = [_split(side) for side in scored.sides]
-        is_missing = self._found.is_missing(self._positions(ids))
+        is_missing = self.found.is_missing(int(ids[0]), int(ids[-1]) + 1)
+        origins = self._origins(ids)
         for index in np.flatnonzero(is_missing).tolist():
             # the hash of the scored tokens, not the one in the store
-            writer.add(hash_example(batch.pairs[index]).pair, [side[index] for side in by_side])
+            writer.add(hash_example(batch.pairs[index]).pair, [side[index] for side in by_side], origins[index])
         writer.end_block()
 
-    def _positions(self, pair_ids: PairIds) -> PairIds:
-        """Positions of pairs among the pairs of the blocks that were looked up."""
-        blocks = self._all_blocks.containing(pair_ids)
-        at = np.searchsorted(self._blocks, blocks)
-        is_known = np.take(self._blocks, at, mode="clip") == blocks
-        if not is_known.all():
-            raise IndexError(f"pair {pair_ids[~is_known][0]} was not looked up in the cache")
-        return self._starts[at] + pair_ids - self._all_blocks.edges[blocks]
+    def _origins(self, ids: PairIds) -> list[Origin]:
+        """Return the part of each pair, and its row there."""
+        digests, starts = self._parts
+        parts = np.searchsorted(starts, ids, side="right") - 1
+        rows = ids - starts[parts]
+        return [Origin(digests[part], row) for part, row in zip(parts.tolist(), rows.tolist(), strict=True)]
+
+    @cached_property
+    def _parts(self) -> tuple[list[str], PairIds]:
+        parts = _parts_of(self._source)
+        return [part.digest for part in parts], np.cumsum([0, *map(len, parts)])
+
+
+# a shard has about this many blocks
+_MAX_BLOCKS_TOGETHER, _MIN_RUNS = 1024, 64
+
+
+def _parts_of(source: Stores | MismatchedAlone) -> Sequence[ExampleStore | MismatchedAlone]:
+    return [source] if isinstance(source, MismatchedAlone) else list(source.parts.values())
 
 
 def _split(side: ResponseLogps) -> list[Logps]:
@@ -202,6 +254,10 @@ class MismatchedReference:
     own: PrecomputedReference
     mismatched: PrecomputedReference
     visits: MismatchedAnswers
+
+    @property
+    def found_logps(self) -> Found:
+        return [self.own.found, self.mismatched.found]
 
     @property
     def seconds_per_pair(self) -> float:
@@ -236,7 +292,10 @@ class MismatchedReference:
     def logps(self, batch: ExampleBatch) -> ExampleLogps:
         if not len(batch):
             return empty_logps(self.own.device)
-        own, mismatched = self.own.find(self.visits.examples_of(batch.pair_ids)), self.mismatched.find(batch.pair_ids)
+        answers = [replace(each, responses=each.responses[:1]) for each in batch.pairs]
+        others = [replace(each, responses=each.responses[-1:]) for each in batch.pairs]
+        own = self.own.find(self.visits.examples_of(batch.pair_ids), answers)
+        mismatched = self.mismatched.find(batch.pair_ids, others)
         found = [
             [*answer, *(other if len(example.responses) > 1 else [])]
             for example, answer, other in zip(batch.pairs, own, mismatched, strict=True)
@@ -250,24 +309,39 @@ Precomputed: TypeAlias = PrecomputedReference | MismatchedReference
 def precomputed(
     cache: ReferenceCache,
     examples: Examples,
-    pair_ids: PairIds | None,
+    visited: Callable[[], PairSet] | None,
     *,
     blocks_of: Callable[[Lengths], Blocks],
     device: torch.device,
     num_visits: int,
+    group: Group = SINGLE_PROCESS,
+    found: Found | None = None,
 ) -> Precomputed:
-    """Look up examples by their row numbers, or all of them, with the mismatched answers of all visits."""
+    """Look up the visited examples, or all of them, with the mismatched answers of all visits.
 
-    def find(source: Stores | MismatchedAlone, ids: PairIds | None) -> PrecomputedReference:
-        ids = np.arange(len(source), dtype=np.int64) if ids is None else ids
+    Args:
+        group: the processes that make this call; rank 0 looks up for all of them.
+        found: what a process outside of the group has found.
+    """
+    known = iter(found or ())
+
+    def find(source: Stores | MismatchedAlone, visited: Callable[[], PairSet] | None) -> PrecomputedReference:
         # the blocks of a source do not depend on what it is mixed with, and so neither do the bits of its logps
-        parts = [source] if isinstance(source, MismatchedAlone) else source.parts.values()
-        blocks = Blocks.concatenated([blocks_of(part.lengths) for part in parts])
-        return PrecomputedReference(cache, source, ids, blocks=blocks, device=device, num_visits=num_visits)
+        blocks = Blocks.concatenated([blocks_of(part.lengths) for part in _parts_of(source)])
+        return PrecomputedReference(
+            cache,
+            source,
+            visited,
+            blocks=blocks,
+            device=device,
+            num_visits=num_visits,
+            group=group,
+            found=next(known, None),
+        )
 
     if isinstance(examples, MismatchedAnswers):
-        return MismatchedReference(find(examples.store, pair_ids), find(MismatchedAlone(examples), None), examples)
-    return find(examples, pair_ids)
+        return MismatchedReference(find(examples.store, visited), find(MismatchedAlone(examples), None), examples)
+    return find(examples, visited)
 
 
 def _by_side(found: Sequence[Sequence[Logps]], num_sides: int, device: torch.device) -> ExampleLogps:

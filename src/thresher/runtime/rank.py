@@ -20,7 +20,7 @@ from thresher import durable
 from thresher.builders.checked_engines import build_checked_policy
 from thresher.builders.hardware import Hardware, gpu_of
 from thresher.builders.inputs import RunInputs
-from thresher.builders.reference import ScoringProgress, build_beside, open_reference, score_missing
+from thresher.builders.reference import FoundSplits, ScoringProgress, build_beside, open_reference, score_missing
 from thresher.builders.trainer import build_trainer, resume
 from thresher.checkpoint.manifest import find_damage, read_manifest
 from thresher.checkpoint.state import capture_rng, restore_rng
@@ -127,23 +127,35 @@ class PolicyRank(Rank):
         logger.info("loaded the policy on %s", self._policy.device, extra=DETAIL)
         return layout, self._policy.hidden_size
 
-    def build(self, checkpoint: Path | None, reference_workers: tuple[Any, ...] = ()) -> tuple[str, ...]:
+    def build(
+        self,
+        checkpoint: Path | None,
+        reference_workers: tuple[Any, ...] = (),
+        found: FoundSplits | None = None,
+    ) -> tuple[str, ...]:
         """Build the trainer, and restore a checkpoint if there is one; return warnings for the user.
 
-        reference_workers: what scores the reference.
+        Args:
+            reference_workers: what scores the reference.
+            found: what the driver has found in the reference cache.
         """
         set_activity("building the trainer" if checkpoint is None else f"reading {checkpoint.name}")
         inputs, policy = self._inputs, self._policy
         first_step = 0 if checkpoint is None else read_manifest(checkpoint).step
-        self.reference = self._open_reference(reference_workers, first_step)
+        self.reference = self._open_reference(reference_workers, found, first_step)
         self.trainer = build_trainer(inputs, policy, self.reference)
         notes = [] if checkpoint is None else resume(self.trainer, self.config, checkpoint)
         logger.info("ready at step %d of %d", self.trainer.state.step, inputs.plan.num_steps, extra=DETAIL)
         return *self._notes, *notes
 
-    def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:  # noqa: ARG002
+    def _open_reference(
+        self,
+        workers: tuple[Any, ...],  # noqa: ARG002
+        found: FoundSplits | None,
+        first_step: int,  # noqa: ARG002
+    ) -> Reference:
         """Open the reference: from the cache, or in this process. Ray's workers may have a different one."""
-        return open_reference(self._inputs, self._policy)
+        return open_reference(self._inputs, self._policy, found)
 
     def device(self) -> str:
         return str(self._policy.device)

@@ -95,9 +95,9 @@ def _precomputed(run: StepZero, config: Any, pairs: list[Example], batches: list
         if run.tokens is None:
             blocks = Blocks.by_pairs(len(pairs), PAIRS_PER_BLOCK)
         else:
-            blocks = Blocks.by_tokens(_tokens(pairs), run.tokens)
-        ids = np.arange(len(pairs))
-        return PrecomputedReference(cache, PairsInMemory(pairs), ids, blocks=blocks, device=CPU, num_visits=1)
+            tokens = _tokens(pairs)
+            blocks = Blocks.by_tokens(len(pairs), lambda rows: tokens[rows], run.tokens)
+        return PrecomputedReference(cache, PairsInMemory(pairs), None, blocks=blocks, device=CPU, num_visits=1)
 
     if on_axes:
         model = build_reference(config, layout, device=CPU, world=world, role=config.actor_train)

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from tests.support.noise_cache import find
 from tests.support.small_tokenizer import CHAT_TEMPLATE, make_tokenizer
 from tests.support.tiny_models import replace_side
 from thresher import importers
@@ -316,11 +317,11 @@ class CacheCheck:
         cache = ReferenceCache(self._root, ReferenceFingerprint("w", "s", "fp32", "fp32"), "test")
         list(verify_cache(self._root))
         list_references(self._root)
-        found = cache.find(self._requested)
-        missing = found.is_missing()
+        found = find(cache, self._requested)
+        missing = found.is_missing(0, len(self._requested))
         for position in np.flatnonzero(~missing).tolist():
             try:
-                sides = found.logps(position)
+                ((_, sides),) = found.read(np.array([position]))
             except UserError:
                 return False
             for side, logps in enumerate(sides):

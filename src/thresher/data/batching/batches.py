@@ -8,8 +8,9 @@ dimensions, not measured.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -259,55 +260,86 @@ class MicroBatching:
         return batches
 
 
-@dataclass(frozen=True)
+_ROWS_PER_CHUNK = 1 << 18  # whose lengths are in memory at the same time
+
+
 class Blocks:
-    """Consecutive blocks that cover a store; block i contains the pairs from edges[i] up to edges[i + 1].
+    """Consecutive blocks that cover a store, computed a chunk of rows at a time.
 
     For scoring without a gradient: evaluation, and a reference that is computed in advance.
     """
 
-    edges: PairIds
+    def __init__(self, chunks: Sequence[int], ends_in: Callable[[int], PairIds]) -> None:
+        """Take the number of rows of each chunk, and a function that returns the ends of the blocks in a chunk."""
+        self._starts = np.cumsum([0, *chunks])
+        self._ends_in = ends_in  # relative to the chunk's start, in ascending order; rows after the last go on
 
     @classmethod
     def concatenated(cls, parts: Sequence[Blocks]) -> Blocks:
         """The blocks of several stores as those of one."""
-        starts = np.cumsum([0, *(int(part.edges[-1]) for part in parts)])
-        edges = [part.edges[1:] + start for part, start in zip(parts, starts[:-1], strict=True)]
-        return cls(np.concatenate([np.zeros(1, dtype=np.int64), *edges]))
+        firsts = np.cumsum([0, *(len(part._starts) - 1 for part in parts)])
+
+        def ends_in(chunk: int) -> PairIds:
+            part = int(np.searchsorted(firsts, chunk, side="right")) - 1
+            return parts[part]._ends_in(chunk - int(firsts[part]))
+
+        return cls(np.concatenate([np.diff(part._starts) for part in parts]).tolist(), ends_in)
 
     @classmethod
     def by_pairs(cls, num_pairs: int, pairs_per_block: int) -> Blocks:
-        return cls(np.append(np.arange(0, num_pairs, pairs_per_block, dtype=np.int64), num_pairs))
+        chunks = _chunks(num_pairs, max(1, _ROWS_PER_CHUNK // pairs_per_block) * pairs_per_block)
+        return cls(
+            chunks, lambda chunk: np.append(np.arange(pairs_per_block, chunks[chunk], pairs_per_block), chunks[chunk])
+        )
 
     @classmethod
-    def by_tokens(cls, tokens: npt.NDArray[np.int64], budget: int) -> Blocks:
-        """Make blocks of nearly equal numbers of tokens, about the budget each; `tokens` has one entry per pair.
+    def by_tokens(cls, num_pairs: int, tokens_of: Callable[[slice], Indices], budget: int) -> Blocks:
+        """Make blocks of nearly equal numbers of tokens, about the budget each; tokens_of counts those of some pairs.
 
         Equal, because small matrix products round differently in bf16: a short last block would be noisier.
         """
-        ends = np.cumsum(tokens)
-        total = int(ends[-1]) if len(ends) else 0
-        num_blocks = max(1, -(-total // budget))
-        cuts = np.searchsorted(ends, np.arange(1, num_blocks) * (total / num_blocks)) + 1
-        return cls(np.unique(np.concatenate([[0], cuts, [len(tokens)]]).astype(np.int64)))
+        chunks = _chunks(num_pairs, _ROWS_PER_CHUNK)
+        starts = np.cumsum([0, *chunks])
 
-    def containing(self, pair_ids: PairIds) -> PairIds:
-        """Return the block of each pair."""
-        return np.searchsorted(self.edges, pair_ids, side="right").astype(np.int64) - 1
+        def tokens_in(chunk: int) -> Indices:
+            return tokens_of(slice(int(starts[chunk]), int(starts[chunk + 1])))
 
-    def sizes(self, blocks: PairIds) -> PairIds:
-        return self.edges[blocks + 1] - self.edges[blocks]
+        @cache
+        def tokens_before() -> PairIds:
+            return np.cumsum([0, *(int(tokens_in(chunk).sum()) for chunk in range(len(chunks)))])
 
-    def pairs(self, blocks: PairIds) -> PairIds:
-        """Return the pairs of some blocks, in order."""
-        sizes = self.sizes(blocks)
-        first_positions = np.cumsum(sizes) - sizes
-        return np.repeat(self.edges[blocks] - first_positions, sizes) + np.arange(int(sizes.sum()))
+        def ends_in(chunk: int) -> PairIds:
+            before, after = tokens_before()[chunk : chunk + 2].tolist()
+            total = int(tokens_before()[-1])
+            num_blocks = max(1, -(-total // budget))
+            per_block = total / num_blocks
+            # block k ends with the pair that reaches k * per_block; one number more on each side, for the rounding
+            first, last = (int(tokens / max(per_block, 1)) for tokens in (before, after))
+            reached = np.arange(max(1, first - 1), min(num_blocks, last + 2)) * per_block
+            reached = reached[(reached > before) & (reached <= after)]
+            ends = np.searchsorted(before + np.cumsum(tokens_in(chunk)), reached) + 1
+            is_last = chunk == len(chunks) - 1
+            return np.unique(np.append(ends, chunks[chunk : chunk + is_last])).astype(np.int64)
 
-    def halved(self, is_too_large: npt.NDArray[np.bool_]) -> Blocks:
-        """Cut some blocks of several pairs in half."""
-        starts, sizes = self.edges[:-1][is_too_large], np.diff(self.edges)[is_too_large]
-        return Blocks(np.sort(np.append(self.edges, starts + sizes // 2)))
+        return cls(chunks, ends_in)
+
+    def chunks(self) -> Iterator[PairIds]:
+        """Yield the edges of some blocks at a time: the first is where these begin, the last where they end."""
+        start = 0
+        for chunk, first in enumerate(self._starts[:-1].tolist()):
+            edges = np.append(start, first + self._ends_in(chunk))
+            if len(edges) > 1:
+                start = int(edges[-1])
+                yield edges
+
+    @property
+    def edges(self) -> PairIds:
+        """Return all edges; block i contains the pairs from edges[i] up to edges[i + 1]."""
+        return np.concatenate([np.zeros(1, dtype=np.int64), *(edges[1:] for edges in self.chunks())])
+
+
+def _chunks(num_pairs: int, size: int) -> list[int]:
+    return [min(size, num_pairs - start) for start in range(0, num_pairs, size)]
 
 
 @dataclass(frozen=True)
@@ -320,22 +352,34 @@ class ScoringBatching:
 
     def blocks(self, lengths: Lengths) -> Blocks:
         """Cut examples into blocks; lengths [examples, (prompt, response, response...)]."""
-        lengths = np.asarray(lengths)  # those of a split are looked up
-        if self.max_pairs is None and self.costs is not None:
-            return Blocks.by_tokens(self.costs.tokens(lengths), self.max_tokens)
-        blocks = Blocks.by_pairs(len(lengths), self.max_pairs or max(1, len(lengths)))
-        while (is_too_large := self._is_too_large(blocks, lengths)).any():
-            blocks = blocks.halved(is_too_large)
-        return blocks
+        costs = self.costs
+        if self.max_pairs is None and costs is not None:
+            return Blocks.by_tokens(len(lengths), lambda rows: costs.tokens(lengths[rows]), self.max_tokens)
+        # blocks are cut in half, so those of different chunks are independent
+        max_pairs = self.max_pairs or max(1, len(lengths))
+        chunks = _chunks(len(lengths), max(1, _ROWS_PER_CHUNK // max_pairs) * max_pairs)
+        starts = np.cumsum([0, *chunks])
 
-    def _is_too_large(self, blocks: Blocks, lengths: Lengths) -> npt.NDArray[np.bool_]:
-        starts, sizes = blocks.edges[:-1], np.diff(blocks.edges)
-        if not len(starts):
-            return np.zeros(0, dtype=np.bool_)
+        def ends_in(chunk: int) -> PairIds:
+            start, stop = starts[chunk : chunk + 2].tolist()
+            edges = np.append(np.arange(0, stop - start, max_pairs), stop - start)
+            return self._halved(edges, lengths[start:stop])[1:]
+
+        return Blocks(chunks, ends_in)
+
+    def _halved(self, edges: PairIds, lengths: Lengths) -> PairIds:
+        """Cut blocks of several pairs in half, until each is within the budget."""
+        while (is_too_large := self._is_too_large(edges, lengths)).any():
+            starts, sizes = edges[:-1][is_too_large], np.diff(edges)[is_too_large]
+            edges = np.sort(np.append(edges, starts + sizes // 2))
+        return edges
+
+    def _is_too_large(self, edges: PairIds, lengths: Lengths) -> npt.NDArray[np.bool_]:
+        starts = edges[:-1]
         if self.costs is not None:
             tokens = np.add.reduceat(self.costs.tokens(lengths), starts)
         else:
             widths = longest_sequences(lengths)
             tokens = np.add.reduceat(num_sequences(lengths), starts) * np.maximum.reduceat(widths, starts)
-        is_too_large: npt.NDArray[np.bool_] = (tokens > self.max_tokens) & (sizes > 1)
+        is_too_large: npt.NDArray[np.bool_] = (tokens > self.max_tokens) & (np.diff(edges) > 1)
         return is_too_large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,12 +11,13 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from thresher.data.batching.plan import PairIds, Plan, permuted
+from thresher.data.batching.plan import PairIds, PairSet, Plan, permuted
 from thresher.data.example import ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
 from thresher.data.store.joined import Stores
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
 
+_VERSION = 1  # increase it when the same plan gets different mismatched answers
 _STEPS_IN_MEMORY = 4  # those of the policy and of a reference that works ahead
 
 
@@ -33,8 +35,8 @@ class VisitPlan(Plan):
         """Return the row numbers of a step's examples in the store, in plan order."""
         return super().pair_ids(step)
 
-    def visited_pairs(self) -> PairIds:
-        """Return the distinct row numbers of all steps, in ascending order."""
+    def visited_pairs(self) -> PairSet:
+        """Return the distinct row numbers of all steps."""
         return Plan(**vars(self)).visited_pairs()
 
     def steps_of(self, visits: PairIds) -> PairIds:
@@ -158,10 +160,18 @@ class MismatchedAlone:
         return len(self._visits)
 
     @property
+    def digest(self) -> str:
+        """The digest of what determines all visits and their order; a longer plan has more of them."""
+        store, plan = self._visits.store, self._visits.plan
+        curriculum = None if plan.curriculum is None else plan.curriculum.order
+        sizes = plan.sizes if isinstance(plan, SetsPlan) else ()
+        steps = plan.num_pairs, plan.seed, plan.pairs_per_step, plan.shares, plan.order
+        content = ("mismatched answers", _VERSION, store.digest, store.longest_example, *steps, curriculum, sizes)
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    @property
     def lengths(self) -> Lengths:
-        lengths = np.array(self._visits.lengths)
-        lengths[:, 1] = np.where(lengths[:, 2] > 0, lengths[:, 2], lengths[:, 1])
-        return lengths[:, :2]
+        return cast("Lengths", _LengthsAlone(self._visits))
 
     def read(self, visits: PairIds) -> ExampleBatch:
         batch = self._visits.read(visits)
@@ -172,6 +182,21 @@ class MismatchedAlone:
         for step in range(self._visits.plan.num_steps):
             hashes = [hash_example(example).pair for example in self.read(self._visits.plan.pair_ids(step)).pairs]
             yield np.frombuffer(b"".join(hashes), dtype=HASH_DTYPE)
+
+
+class _LengthsAlone:
+    """The lengths of the mismatched answers alone, computed when they are sliced."""
+
+    def __init__(self, visits: MismatchedAnswers) -> None:
+        self._visits = visits
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    def __getitem__(self, rows: slice) -> Lengths:
+        lengths = self._visits.lengths_of(np.arange(*rows.indices(len(self)), dtype=np.int64))
+        lengths[:, 1] = np.where(lengths[:, 2] > 0, lengths[:, 2], lengths[:, 1])
+        return lengths[:, :2]
 
 
 class _VisitLengths:

@@ -8,7 +8,7 @@ materialized.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -26,6 +26,7 @@ PairIds = npt.NDArray[np.int64]
 _ROUNDS, _ROUNDS_OF_WIDE_HALVES, _WIDE_BITS = 12, 6, 24
 # permuted together: four 32-bit arrays of this length fit into a core's cache
 _PAIRS_PER_BLOCK = 32_768
+_ROWS_PER_CHUNK = 1 << 20  # of a store, in memory at the same time
 # keys of permutations: epochs of sources, and the order that is fixed for the run
 _SOURCE_SHIFT, _FIXED_ORDER = 40, 1 << 62
 Order = Literal["proportional", "sequential"]
@@ -54,14 +55,54 @@ class Share:
         rows[taken] = self._in_fixed_order((epoch * rest + positions[taken]) % self.size, seed, source)
         return rows
 
-    def visited(self, num_epochs: int, seed: int, source: int) -> PairIds:
-        """Return the distinct rows of the first epochs."""
-        if self.count >= self.size or num_epochs * self.count >= self.size:
-            return np.arange(self.size if num_epochs else 0, dtype=np.int64)
-        return self._in_fixed_order(np.arange(num_epochs * self.count), seed, source)
+    def visited(self, num_epochs: int, seed: int, source: int) -> Iterator[PairIds]:
+        """Yield the distinct rows of the first epochs, some at a time."""
+        is_whole = num_epochs > 0 and num_epochs * self.count >= self.size
+        num_rows = self.size if is_whole else num_epochs * self.count
+        for start in range(0, num_rows, _ROWS_PER_CHUNK):
+            rows = np.arange(start, min(start + _ROWS_PER_CHUNK, num_rows))
+            yield rows if is_whole else self._in_fixed_order(rows, seed, source)
 
     def _in_fixed_order(self, positions: PairIds, seed: int, source: int) -> PairIds:
         return permuted(positions.astype(np.uint64), self.size, seed, _FIXED_ORDER + source)
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """Some of the examples of a store, with one bit per example, or all of them."""
+
+    num_pairs: int  # in the store
+    bits: npt.NDArray[np.uint8] | None = None  # None for all
+
+    @classmethod
+    def of(cls, num_pairs: int, pair_ids: PairIds) -> PairSet:
+        bits = np.zeros(-(-num_pairs // 8), dtype=np.uint8)
+        _set_bits(bits, pair_ids)
+        return cls(num_pairs, bits)
+
+    def __len__(self) -> int:
+        return self.num_pairs if self.bits is None else int(np.bitwise_count(self.bits).sum(dtype=np.int64))
+
+    @property
+    def is_all(self) -> bool:
+        return self.bits is None
+
+    def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Return whether each of some consecutive examples is in the set."""
+        if self.bits is None:
+            return np.ones(stop - start, dtype=np.bool_)
+        first = start - start % 8
+        bits = np.unpackbits(self.bits[first // 8 : -(-stop // 8)], bitorder="little")
+        return bits[start - first : stop - first].view(np.bool_)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield ranges of examples that together are the store, from and to."""
+        for start in range(0, self.num_pairs, _ROWS_PER_CHUNK):
+            yield start, min(start + _ROWS_PER_CHUNK, self.num_pairs)
+
+
+def _set_bits(bits: npt.NDArray[np.uint8], pair_ids: PairIds) -> None:
+    np.bitwise_or.at(bits, pair_ids >> 3, np.left_shift(1, pair_ids & 7).astype(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -122,17 +163,25 @@ class Plan:
     def _shares(self) -> tuple[Share, ...]:
         return self.shares or (Share(self.num_pairs, self.num_pairs),)
 
-    def visited_pairs(self) -> PairIds:
-        """Return the distinct pair ids of all steps, in ascending order."""
+    def visited_pairs(self) -> PairSet:
+        """Return the distinct pairs of all steps."""
         epochs, steps = divmod(self.num_steps, self.steps_per_epoch)
-        visited, offset = [], 0
+        num_rows = sum(share.size for share in self._shares)
+        if all(epochs * share.count >= share.size for share in self._shares):
+            return PairSet(num_rows)
+        bits, offset = np.zeros(-(-num_rows // 8), dtype=np.uint8), 0
         for source, share in enumerate(self._shares):
-            visited.append(offset + share.visited(epochs, self.seed, source))
+            for rows in share.visited(epochs, self.seed, source):
+                _set_bits(bits, offset + rows)
             offset += share.size
-        if sum(map(len, visited)) < offset:
-            visited += [self.pair_ids(step) for step in range(self.num_steps - steps, self.num_steps)]
-            return np.unique(np.concatenate(visited))
-        return np.arange(offset, dtype=np.int64)
+        if self.curriculum is not None:
+            for step in range(self.num_steps - steps, self.num_steps):
+                _set_bits(bits, self.pair_ids(step))
+            return PairSet(num_rows, bits)
+        stop = min(steps * self.pairs_per_step, self.num_pairs)
+        for start in range(0, stop, _ROWS_PER_CHUNK):
+            _set_bits(bits, self._between(epochs, start, min(start + _ROWS_PER_CHUNK, stop)))
+        return PairSet(num_rows, bits)
 
     @property
     def num_visits(self) -> int:

@@ -15,7 +15,7 @@ import ray
 
 from thresher.builders.hardware import Hardware
 from thresher.builders.inputs import RunInputs
-from thresher.builders.reference import look_up
+from thresher.builders.reference import FoundSplits, look_up
 from thresher.builders.reference_mode import ReferenceMode, reference_has_workers
 from thresher.config import DPOConfig
 from thresher.models.layouts import Layout
@@ -83,22 +83,25 @@ class RayRuntime(Runtime):
         opening = self._open(policy)
         loading = policy.submit("load", inputs)
         workers: tuple[Any, ...] = ()
-        # pairs that the cache has need no reference
-        if reference_has_workers(config, mode) and (
-            mode == "concurrent" or any(split.num_missing for split in look_up(inputs, CPU) if split is not None)
-        ):
+        found: FoundSplits | None = None
+        has_workers = reference_has_workers(config, mode)
+        if has_workers and mode == "precompute":
+            splits = [split for split in look_up(inputs, CPU) if split is not None]
+            found = [split.found_logps for split in splits]
+            has_workers = any(split.num_missing for split in splits)  # pairs that the cache has need no reference
+        if has_workers:
             self._resources.reserve("reference")
             self.scorers = self.scorers or self._cluster(
                 "reference", ReferenceWorker, joins_process_group=not config.reference.is_replicated
             )
             opening += self._open(self.scorers)
-            wait_for([*loading, *self.scorers.submit("load", inputs)])
+            wait_for([*loading, *self.scorers.submit("load", inputs, found)])
             workers = tuple(self.scorers.workers)
         layout, hidden_size = wait_for(loading)[0]
         self._clock.end("model")
         for warning in dict.fromkeys(itertools.chain.from_iterable(wait_for(opening))):
             logger.warning("%s", warning)
-        notes = policy.call("build", checkpoint, workers)[0]
+        notes = policy.call("build", checkpoint, workers, found)[0]
         if self.scorers is not None and workers:
             self.scorers.call("serve", layout, hidden_size, config.actor_train.num_data_ranks)
         self._clock.end("checkpoint")

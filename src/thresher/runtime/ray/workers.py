@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from thresher.builders.checked_engines import build_checked_reference
 from thresher.builders.inputs import RunInputs, build_eval_batching, build_micro_batching
 from thresher.builders.preflight.machine import check_node
-from thresher.builders.reference import ScoringProgress, look_up, score_missing
+from thresher.builders.reference import FoundSplits, ScoringProgress, look_up, score_missing
 from thresher.config import DPOConfig
 from thresher.data.batching.batches import MicroBatching
 from thresher.data.batching.mismatched import Examples
@@ -139,16 +139,17 @@ class ActorWorker(Worker, PolicyRank):
         super().save()
         record_rank(self._gauges, {"time/save": time.perf_counter() - started})
 
-    def _open_reference(self, workers: tuple[Any, ...], first_step: int) -> Reference:
+    def _open_reference(self, workers: tuple[Any, ...], found: FoundSplits | None, first_step: int) -> Reference:
         if self._inputs.mode == "concurrent" and workers:
             return prefetch_reference(self._inputs, self._policy, workers, first_step)
-        return super()._open_reference(workers, first_step)
+        return super()._open_reference(workers, found, first_step)
 
 
 class ReferenceWorker(Worker):
     """A copy or a shard of the frozen model, which scores pairs into the cache or for upcoming steps."""
 
     _inputs: RunInputs
+    _found: FoundSplits | None
     _reference: Engine
     _micro_batching: MicroBatching
     _num_ranks: int
@@ -159,10 +160,10 @@ class ReferenceWorker(Worker):
         self._spans: deque[TraceSpan] = deque(maxlen=NUM_SPANS)
         self._num_scored = 0
 
-    def load(self, inputs: RunInputs) -> None:
-        """Load the reference and check it on real pairs."""
+    def load(self, inputs: RunInputs, found: FoundSplits | None = None) -> None:
+        """Load the reference and check it on real pairs; found is what the driver has found in the cache."""
         set_activity("loading the reference")
-        self._inputs = inputs.replace(config=self.config)
+        self._inputs, self._found = inputs.replace(config=self.config), found
         # replicas without a process group divide the blocks by rank and size alone
         world = self._world if self._world.group is not None else Group(self._rank, self._size)
         self._reference = build_checked_reference(self._inputs, device=self._device, world=world)
@@ -170,7 +171,7 @@ class ReferenceWorker(Worker):
 
     def score_missing(self) -> Iterator[ScoringProgress]:
         """Score this worker's blocks that are missing in the cache."""
-        splits = look_up(self._inputs, self._device)
+        splits = look_up(self._inputs, self._device, group=self._reference.dp_group.world, found=self._found)
         yield from score_missing([split for split in splits if split is not None], self._reference)
 
     def serve(self, layout: Layout, hidden_size: int, num_ranks: int) -> None:
