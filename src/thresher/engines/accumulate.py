@@ -67,6 +67,8 @@ class MicroBatch:
     @property
     def matched(self) -> MicroBatch:
         """The examples without their mismatched answers."""
+        if not len(self.pairs):  # the policy, too, computes two empty sides
+            return self
         reference = None if self.reference is None else ExampleLogps(self.reference.sides[:1])
         return MicroBatch(self.pairs.only_side(0), reference, self.groups)
 
