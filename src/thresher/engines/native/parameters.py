@@ -29,15 +29,8 @@ from transformers import PreTrainedModel
 
 from thresher.checkpoint.background import HostBuffers
 from thresher.checkpoint.state import STEM, State, join_values, load_optimizer_state, load_weights, optimizer_state
-from thresher.checkpoint.tensor_files import (
-    LocalShards,
-    Shape,
-    Shard,
-    ShardedReader,
-    Slices,
-    TensorShard,
-    shards_to_write,
-)
+from thresher.checkpoint.tensor_files import LocalShards, Shard, ShardedReader, Slices, TensorShard, shards_to_write
+from thresher.checkpoint.tensor_index import Shape
 from thresher.config.roles import ModelArgs, TrainingArgs
 from thresher.distributed.groups import all_reduce_bucketed
 from thresher.distributed.tensors import local_slices, to_local
