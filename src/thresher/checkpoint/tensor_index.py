@@ -73,7 +73,7 @@ class TensorIndex:
 
     @property
     def num_dims(self) -> int:
-        return (int(self.blocks.shape[1]) - 2) // 2
+        return int(self.blocks.shape[1] - 2) // 2
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:
