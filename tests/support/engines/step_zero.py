@@ -19,6 +19,7 @@ from thresher.builders.engines import build_policy, build_reference
 from thresher.builders.reference import open_cache
 from thresher.data.batching.batches import Blocks, CostModel
 from thresher.data.example import Example, ExampleBatch
+from thresher.distributed.groups import SINGLE_PROCESS, Group
 from thresher.losses.pairs import NO_STATISTICS, ExampleLogps
 from thresher.reference.fingerprint import weights_digest
 from thresher.reference.scorers import PrecomputedReference
@@ -91,17 +92,19 @@ def _precomputed(run: StepZero, config: Any, pairs: list[Example], batches: list
     on_axes = run.reference == "precomputed"
     cache = open_cache(config, weights_digest(config.pretrain))
 
-    def look_up() -> PrecomputedReference:
+    def look_up(group: Group = SINGLE_PROCESS) -> PrecomputedReference:
         if run.tokens is None:
             blocks = Blocks.by_pairs(len(pairs), PAIRS_PER_BLOCK)
         else:
             tokens = _tokens(pairs)
             blocks = Blocks.by_tokens(len(pairs), lambda rows: tokens[rows], run.tokens)
-        return PrecomputedReference(cache, PairsInMemory(pairs), None, blocks=blocks, device=CPU, num_visits=1)
+        return PrecomputedReference(
+            cache, PairsInMemory(pairs), None, blocks=blocks, device=CPU, num_visits=1, group=group
+        )
 
     if on_axes:
         model = build_reference(config, layout, device=CPU, world=world, role=config.actor_train)
-        list(look_up().iter_score_missing(model.score, dp_group=model.dp_group))
+        list(look_up(world).iter_score_missing(model.score, dp_group=model.dp_group))
     elif world.rank == 0:
         list(look_up().iter_score_missing(build_reference(config, layout, device=CPU).score))
     if world.size > 1:
