@@ -5,7 +5,7 @@ The loss is already divided by the pairs of the whole step (see accumulate.py), 
     dimension     gradients                                       summed by
     dp_shard, cp  all                                             FSDP2, in every backward or the last one (fsdp.py)
     dp_replicate  all                                             FSDP2 in the last backward if dp_shard or cp > 1,
-                                                                  otherwise here
+                                                                  otherwise here, in the last backward too
     tp            of replicated parameters, as each rank has a    here
                   partial sum: norms within heads, and all norms
                   with sequence parallelism
@@ -48,9 +48,12 @@ def squared_norm(gradients: Sequence[Tensor], factor: float = 1.0) -> Tensor | f
     return (to_fp64(nn.utils.get_total_norm(gradients)) * factor).square() if gradients else 0.0
 
 
-def count_zeros(gradients: Sequence[Tensor]) -> Tensor | float:
-    """Count the elements that are 0."""
-    return torch.stack([each.numel() - each.count_nonzero() for each in gradients]).sum() if gradients else 0.0
+def count_zeros(gradients: Sequence[Tensor], counted: Tensor | None = None) -> Tensor | float:
+    """Count the elements that are 0; counted: whether to, for each gradient."""
+    if not gradients:
+        return 0.0
+    zeros = torch.stack([each.numel() - each.count_nonzero() for each in gradients])
+    return (zeros if counted is None else zeros * counted).sum()
 
 
 class LocalParameters:
@@ -81,6 +84,9 @@ class LocalParameters:
         )
         trained = [(name, p) for name, p in base_model.named_parameters() if p in self.shards]
         self._partial_over_tp = [p for name, p in trained if name in parallel.partial_grad_params]
+        dp_group = parallel.dp_group
+        has_replicas = dp_group.size > 1 and dp_group.reduces_gradients and bool(self.shards)
+        self.replicas = ReplicaSums(list(self.shards), dp_group) if has_replicas else None  # None: FSDP2 sums them
         stage = parallel.stage
         self._tied = [] if stage is None else [p for name, p in trained if name in stage.tied_weights]
         self._owned_by_first_stage: set[Tensor] = set(self._tied) if stage is not None and stage.is_last else set()
@@ -95,33 +101,42 @@ class LocalParameters:
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of the step over ranks, once after its last backward, and set them on the shards."""
-        for parameter in self.shards:
-            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-                # the gradient of an embedding sharded over tp is a partial sum of the full matrix
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        self.parallel.dp_group.all_reduce_gradients(list(self.shards))  # does nothing if FSDP2 has summed them
+        if self.replicas is not None:
+            self.replicas.finish()
+        else:
+            for parameter in self.shards:
+                complete(parameter)
         if self.parallel.tp.size > 1:
             all_reduce_bucketed(_local_gradients(self._partial_over_tp), self.parallel.tp)
         if self.parallel.stage is not None:
             self.parallel.stage.reduce_tied_gradients(_local_gradients(self._tied))
+        self._set_on_shards()
+
+    def _set_on_shards(self) -> None:
         for parameter, shard in self.shards.items():
             if shard is not parameter:
                 shard.grad = None if parameter.grad is None else to_local(parameter.grad)
 
     def squared_norm(self) -> Tensor | float:
-        return squared_norm(self._owned_gradients())
+        return squared_norm([gradient for _, gradient in self._owned()])
 
     def count_zeros(self) -> Tensor | float:
-        return count_zeros(self._owned_gradients())
+        owned = self._owned()
+        used = self.replicas.is_used([p for p, _ in owned]) if self.replicas is not None and owned else None
+        return count_zeros([gradient for _, gradient in owned], used)
 
     def scale(self, factor: float) -> None:
         if gradients := [p.grad for p in self.shards.values() if p.grad is not None]:
             torch._foreach_mul_(gradients, factor)
 
-    def _owned_gradients(self) -> list[Tensor]:
-        return [shard.grad for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
+    def _owned(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters of which this process has a gradient that no process before it has, with the gradient."""
+        return [(p, shard.grad) for p, shard in self.shards.items() if shard.grad is not None and self.owns(p)]
 
     def update(self, learning_rate: float) -> None:
+        if self.replicas is not None:
+            self.replicas.drop_unused()
+            self._set_on_shards()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_ratio"]
         self.optimizer.step()
@@ -134,11 +149,14 @@ class LocalParameters:
         return {name: p.detach() for name, p in self.by_name.items()}
 
     @contextmanager
-    def at_gradient(self, copies: HostBuffers | None) -> Iterator[None]:
-        """Within a step, have the weights at which a schedule-free optimizer takes gradients; else, their average.
+    def within_step(self, copies: HostBuffers | None) -> Iterator[None]:
+        """Within a step, sum gradients of replicas in the last backward, and have the weights to take gradients at.
 
-        So evaluation, samples, checkpoints and a synced reference see the average, and how often changes no step.
+        A schedule-free optimizer takes them at other weights than the average, which evaluation, samples, checkpoints
+        and a synced reference see; how often changes no step.
         """
+        if self.replicas is not None:
+            self.replicas.begin_step()
         if not self.kind.averages:
             yield
             return
