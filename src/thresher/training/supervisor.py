@@ -155,12 +155,13 @@ class Supervisor:
         if isinstance(error, RescaleRequested):
             logger.info("%s; restarting %s to use them", error, start)
             return
-        seconds = min(_MAX_WAIT_SECONDS, 2.0 ** (attempt - 1))
+        # the first restart is at once; what fails again may need time
+        seconds = min(_MAX_WAIT_SECONDS, 2.0 ** (attempt - 1)) if attempt > 1 else 0.0
         logger.warning(
-            "%s; restarting %s in %.0f s (attempt %d/%d since the last new checkpoint)",
+            "%s; restarting %s%s (attempt %d/%d since the last new checkpoint)",
             _first_line(error),
             start,
-            seconds,
+            f" in {seconds:.0f} s" if seconds else "",
             attempt,
             self.max_restarts,
         )

@@ -28,8 +28,19 @@ from typing import Any
 # a server forks within milliseconds; a busy machine needs longer, a stopped server is not waited for
 _SECONDS_TO_FORK = 20.0
 _SECONDS_TO_ANSWER = 2.0
-# whose modules a server imports, as far as a running worker has them
-_PACKAGES = ("thresher", "torch", "transformers", "peft")
+# whose modules a server imports, as far as a running worker has them; Ray needs the last ones
+_PACKAGES = {
+    "thresher",
+    "torch",
+    "transformers",
+    "peft",
+    "google",
+    "jsonschema",
+    "psutil",
+    "requests",
+    "wcwidth",
+    "yaml",
+}
 _RAY = "thresher.runtime.ray"
 _GPUS = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 # parts of a job's runtime environment that choose the Python of workers themselves
