@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thresher.config.roles import RoleConfig
@@ -74,7 +74,7 @@ class ResourceManager:
         self.groups[owner] = group
         allowed = _SECONDS_TO_RESERVE + _SECONDS_PER_BUNDLE * len(bundles)
         deadline = time.monotonic() + allowed
-        while not group.wait(min(allowed, _SECONDS_BETWEEN_CHECKS)):
+        while not _is_ready(group, min(allowed, _SECONDS_BETWEEN_CHECKS)):
             alive = {node.node_id for node in alive_nodes()}
             if gone := {node.address for node, _ in bundles if node.node_id not in alive}:
                 raise ResourceError(f"the node at {', '.join(sorted(gone))} left the cluster; start the run again")
@@ -86,6 +86,13 @@ class ResourceManager:
                 f"{owner} requests {requested['GPU']:g} GPUs and {requested['CPU']:g} CPUs, but other work uses them "
                 f"({free['GPU']:g} GPUs and {free['CPU']:g} CPUs are free); wait for it to end, or use other devices"
             )
+
+
+def _is_ready(group: PlacementGroup, seconds: float) -> bool:
+    try:
+        return group.wait(seconds)
+    except Exception as error:  # Ray has no class for a group that is lost with this process's node
+        raise ResourceError(f"Ray reserves no resources: {error}; start the run again") from None
 
 
 def alive_nodes() -> list[Node]:

@@ -77,12 +77,16 @@ class RaySession:
 
 
 def _reaches_cluster() -> bool:
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    """Check the GCS and this process's own raylet: a session survives the loss of any other node."""
+    context = ray.get_runtime_context()
+    host, _, port = context.gcs_address.rpartition(":")
     try:
         check_reachable(host, int(port))
-    except OSError:
+        (own,) = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+        check_reachable(own["NodeManagerAddress"], own["NodeManagerPort"])
+    except (OSError, ValueError, RayError):
         return False
-    return True
+    return bool(own["Alive"])
 
 
 @contextlib.contextmanager
