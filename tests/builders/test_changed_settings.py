@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from tests.support.compared_runs import merge
-from thresher.builders.checkpoints import build_checkpoint_manager, changed_settings, continue_after_restart
+from thresher.builders.checkpoints import (
+    build_checkpoint_manager,
+    changed_settings,
+    continue_after_restart,
+    find_checkpoint,
+)
+from thresher.checkpoint.manager import DamagedCheckpoints
 from thresher.config import parse_config
 from thresher.distributed.groups import SINGLE_PROCESS
-from thresher.errors import UserError
+from thresher.errors import CheckpointError, UserError
 from thresher.redact import redact
 
 BASE = {"pretrain": "model", "actor_train": {"num_workers": 2, "data_args": {"file_name": "pairs.jsonl"}}}
@@ -154,26 +160,61 @@ def test_the_names_in_checkpoints_of_0_2_are_the_same_settings():
     assert changed_settings(stored, config) == [("max_consecutive_skipped_steps", 4, 3)]
 
 
+def launch(monkeypatch, job: str, number: int) -> None:
+    """Set what differs between the launches of a torchrun, and between those with the same run id."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic/none_{job}/attempt_{number}/0/error.json")
+
+
+def save(root: Path, step: int) -> Path:
+    manager = build_checkpoint_manager(parse_config(merge(BASE, {"output_dir": str(root)})))
+    return manager.save(step, lambda path: [], {}, SINGLE_PROCESS)
+
+
 @pytest.mark.parametrize(
-    ("given", "own_step", "expected"),
+    ("given", "first_step", "own_step", "expected"),
     [
-        (False, None, False),  # restarted before its first checkpoint
-        (False, 4, "auto"),
-        ("step-00000002", 4, "auto"),  # of a different run
-        ("step-00000002", 1, "step-00000002"),  # the older one in output_dir was there before
-        (None, 4, None),  # settings are compared, as at the first launch
-        ("auto", 4, "auto"),
+        (False, None, None, False),  # restarted before its first checkpoint
+        (False, None, 4, "auto"),
+        ("step-00000002", None, 4, "auto"),  # of a different run
+        ("step-00000002", 1, None, "step-00000002"),  # the older one in output_dir was there before
+        ("auto", None, 4, "auto"),
     ],
 )
-def test_a_run_that_its_launcher_restarts_continues_from_its_own_newest_checkpoint(tmp_path, given, own_step, expected):
-    def save(root: Path, step: int) -> Path:
-        manager = build_checkpoint_manager(parse_config(merge(BASE, {"output_dir": str(root)})))
-        return manager.save(step, lambda path: [], {}, SINGLE_PROCESS)
-
+def test_a_run_that_its_launcher_restarts_continues_from_its_own_newest_checkpoint(
+    tmp_path, monkeypatch, given, first_step, own_step, expected
+):
     other = save(tmp_path / "other", 2)
-    if own_step is not None:
-        save(tmp_path / "own", own_step)
     path = str(other) if isinstance(given, str) and given != "auto" else given
     config = parse_config(merge(BASE, {"output_dir": str(tmp_path / "own"), "resume_from_checkpoint": path}))
+    if first_step is not None:
+        save(tmp_path / "own", first_step)
+    launch(monkeypatch, "one", 0)
+    find_checkpoint(config, DamagedCheckpoints())
+    if own_step is not None:
+        save(tmp_path / "own", own_step)
+    launch(monkeypatch, "one", 1)
     found = continue_after_restart(config).resume_from_checkpoint
     assert found == (str(other) if expected == other.name else expected)
+
+
+def test_settings_are_compared_at_a_restart_as_at_the_first_launch(tmp_path, monkeypatch):
+    config = parse_config(merge(BASE, {"output_dir": str(tmp_path)}))
+    launch(monkeypatch, "one", 0)
+    find_checkpoint(config, DamagedCheckpoints())
+    save(tmp_path, 4)
+    assert continue_after_restart(config) is config
+
+
+@pytest.mark.parametrize("job", ["one", None])
+def test_a_launch_that_was_refused_is_refused_again_when_it_is_restarted(tmp_path, monkeypatch, job):
+    """The output_dir has checkpoints of an earlier run. job: of the earlier run's launches."""
+    values = {"output_dir": str(tmp_path), "resume_from_checkpoint": False}
+    if job is not None:
+        launch(monkeypatch, job, 0)
+        find_checkpoint(parse_config(merge(BASE, values)), DamagedCheckpoints())
+    save(tmp_path, 4)
+    config = parse_config(merge(BASE, values))
+    for number in range(3):
+        launch(monkeypatch, "two", number)
+        with pytest.raises(CheckpointError, match="contains checkpoints of an earlier run"):
+            find_checkpoint(continue_after_restart(config) if number else config, DamagedCheckpoints())

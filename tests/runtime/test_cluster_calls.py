@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from thresher.config.roles import PolicyConfig
-from thresher.errors import WorkerError
+from thresher.errors import ResourceError, WorkerError
 
 pytestmark = pytest.mark.distributed
 
@@ -105,3 +105,15 @@ def test_a_clock_is_wrong_by_what_it_is_outside_of_the_times_of_the_question(clo
     from thresher.runtime.ray.cluster import clock_offset
 
     assert clock_offset(clock, sent=100.0, received=102.0) == offset
+
+
+def test_a_reservation_that_ray_has_lost_is_an_error_that_a_restart_handles(ray_here):
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from thresher.runtime.ray.cluster import _is_ready
+
+    group = placement_group([{"CPU": 1.0}])
+    assert _is_ready(group, 30.0)
+    remove_placement_group(group)
+    with pytest.raises(ResourceError, match=r"does not exist.*; start the run again"):
+        _is_ready(group, 30.0)

@@ -61,7 +61,15 @@ def test_the_directory_is_for_this_user_alone_and_the_environment_names_it(clean
     assert path.parent == tmp_path / "cache" / "compiled"
     assert path.stat().st_mode & 0o777 == 0o700
     assert Path(os.environ["TRITON_CACHE_DIR"]).parent == path
-    assert use_compile_cache(str(tmp_path)) == f"compiled code: {path}, by TORCHINDUCTOR_CACHE_DIR"
+
+
+def test_a_second_run_of_a_process_uses_its_own_directory_and_the_choice_of_the_user(clean, tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        use_compile_cache(str(private(tmp_path / name)))
+        for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            assert Path(os.environ[variable]).is_relative_to(tmp_path / name)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    assert use_compile_cache(str(tmp_path / "one")) == "compiled code: /chosen, by TORCHINDUCTOR_CACHE_DIR"
 
 
 def test_code_that_others_could_have_changed_is_not_used(clean, tmp_path):

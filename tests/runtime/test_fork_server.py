@@ -49,7 +49,8 @@ def serve(tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], Pat
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*modules: str) -> tuple[subprocess.Popen[bytes], Path]:
-        path = tmp_path / f"socket-{len(started)}"
+        path = tmp_path / f"server-{len(started)}" / "socket"
+        path.parent.mkdir()
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-P", PROGRAM, "serve", str(path)]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stderr=subprocess.PIPE))
@@ -93,6 +94,7 @@ def test_a_forked_worker_has_the_code_of_the_server_and_its_own_environment(serv
         }
     server.communicate(timeout=SECONDS)  # closes its stdin, as the end of the process that keeps it does
     assert server.returncode == 0
+    assert not path.parent.exists()
 
 
 def test_without_a_server_a_worker_is_a_new_python(serve, script, tmp_path):
@@ -122,7 +124,7 @@ def test_a_server_that_answers_too_late_starts_no_second_worker(serve, script):
     assert found["parent"] == server.pid  # it serves the next one
 
 
-def test_a_server_that_has_opened_a_gpu_serves_nobody(serve, script, tmp_path):
+def test_a_server_that_has_opened_a_gpu_ends(serve, script, tmp_path):
     """A file in place of a GPU, which this machine may not have."""
     (tmp_path / "opens_gpu.py").write_text(
         f"import sys\nsys.modules['__main__']._GPUS = ({str(tmp_path)!r},)\nfile = open({str(script)!r})\n"
@@ -130,7 +132,7 @@ def test_a_server_that_has_opened_a_gpu_serves_nobody(serve, script, tmp_path):
     server, path = serve("opens_gpu")
     assert b"opened the GPU" in server.communicate(timeout=SECONDS)[1]
     assert server.returncode == 1
-    assert not path.exists()
+    assert not path.parent.exists()
 
 
 def sockets_of_servers() -> list[Path]:
@@ -201,7 +203,7 @@ def test_ray_forks_workers_on_their_devices_from_a_server_that_reserves_none():
         node = resources.placements["actor_train"][0].node.node_id
         wait_until(lambda: not {"CPU", "GPU"} & ray.available_resources().keys())  # the run has reserved all of them
         forks.start([node], environment, ["decimal"])
-        wait_until(lambda: forks.find(node, environment))
+        wait_until(lambda: forks.find([node], environment))
         cluster = Cluster("actor_train", ReportingWorker, resources, environment, forks=forks)
         found = cluster.call("origin")
         (server,) = {each["parent"] for each in found}

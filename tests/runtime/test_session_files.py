@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -30,6 +31,29 @@ for error in (None, RunStopped(3), RuntimeError("of a worker")):
                 raise error
     except (RunStopped, RuntimeError) as raised:
         assert raised is error
+"""
+
+LOST_RAYLET = """
+import os, signal
+from thresher.errors import WorkerLostError
+from thresher.runtime.ray.environment import set_environment
+set_environment(None)
+import ray
+from thresher.runtime.ray.session import RaySession
+
+with RaySession(None) as session:
+    for lost in ("process", "node", None):
+        try:
+            with session.attempt():
+                print("node", ray.get_runtime_context().get_node_id())
+                if lost == "node":
+                    (raylet,) = ray._private.worker._global_node.all_processes["raylet"]
+                    os.kill(raylet.process.pid, signal.SIGKILL)
+                    raylet.process.wait()
+                if lost:
+                    raise WorkerLostError(lost)
+        except WorkerLostError:
+            pass
 """
 
 
@@ -144,3 +168,20 @@ def test_ray_leaves_its_session_after_a_failure_only(home):
         assert private in failed.parents
         assert mode_of(private) == 0o700
     assert mode_of(home / ".ray" / "auth_token") == 0o600
+
+
+@pytest.mark.distributed
+def test_a_session_survives_a_lost_worker_and_is_replaced_if_its_own_node_is_lost(home):
+    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
+        environment = os.environ | {"RAY_TMPDIR": temporary}
+        result = subprocess.run(
+            [sys.executable, "-c", LOST_RAYLET],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert result.returncode == 0, result.stderr
+    first, after_a_worker, after_its_node = re.findall("^node (.+)$", result.stdout, re.MULTILINE)  # Ray prints, too
+    assert first == after_a_worker != after_its_node

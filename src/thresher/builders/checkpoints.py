@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
+from thresher import durable
 from thresher.checkpoint.json_io import load_json
 from thresher.checkpoint.manager import (
     READ_BY_DRIVER,
@@ -24,7 +26,7 @@ from thresher.config import DPOConfig, parse_config
 from thresher.config.section import Section, inner_section
 from thresher.config.strategies import DEFAULT_TRAIN, find_strategy
 from thresher.errors import CheckpointError, UserError
-from thresher.observability.log_files import DESCRIPTION
+from thresher.observability.log_files import DESCRIPTION, LAUNCH
 from thresher.redact import redact
 
 _LOCATION_KEYS = {"output_dir", "logging_dir", "cache_dir", "exp_name", "reference.cache_dir", "ray_address"}
@@ -153,20 +155,40 @@ def find_logs(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
 
 def find_checkpoint(config: DPOConfig, damaged: DamagedCheckpoints) -> Path | None:
     """Find the checkpoint to resume from; without resume_from_checkpoint, only a run with the same config resumes."""
-    return _find(config, partial(build_checkpoint_manager(config).find_to_resume, damaged=damaged))
+    found = _find(config, partial(build_checkpoint_manager(config).find_to_resume, damaged=damaged))
+    if job := _torchrun_job():
+        with durable.translate_os_errors("could not write the logs"):
+            config.log_dir.mkdir(parents=True, exist_ok=True)
+            durable.replace(config.log_dir / LAUNCH, job.encode())
+    return found
 
 
 def continue_after_restart(config: DPOConfig) -> DPOConfig:
     """Return the config of a run that its launcher has restarted, which resumes from its own newest checkpoint.
 
-    The first launch may have had to start from scratch, or from a checkpoint of a different run.
+    The first launch may have had to start from scratch, or from a checkpoint of a different run. If it was refused,
+    the checkpoints are those of an earlier run, and it is refused again.
     """
     given, own = config.resume_from_checkpoint, list_checkpoints(build_checkpoint_manager(config).root)
-    if not own or given in (None, "auto"):
+    if not own or given in (None, "auto") or not _has_started(config):
         return config
     if isinstance(given, str) and read_manifest(Path(given)).step > (step_of(own[-1]) or 0):
         return config  # those of its own are older: of an earlier run
     return parse_config(config.model_dump(exclude_unset=True) | {"resume_from_checkpoint": "auto"})
+
+
+def _has_started(config: DPOConfig) -> bool:
+    """Whether an earlier launch of this torchrun job has found where to start."""
+    try:
+        return (config.log_dir / LAUNCH).read_text() == _torchrun_job()
+    except OSError:
+        return False
+
+
+def _torchrun_job() -> str | None:
+    """Return what only the launches of one torchrun share: its log directory. Its run id is "none" by default."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # DIRECTORY/attempt_0/RANK/error.json
+    return str(Path(file).parents[2]) if file else None
 
 
 def check_resume(config: DPOConfig) -> None:

@@ -37,6 +37,8 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 # sockets to every rank: of the world, of all meshes together, and of background saves
 _DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 3, 256
 
+_compile_variables: dict[str, str] = {}  # set by use_compile_cache, for an earlier run of this process
+
 
 def raise_descriptor_limit(num_ranks: int) -> str | None:
     """Raise this process's soft limit of open files to the hard one; return a warning if that is too low."""
@@ -123,6 +125,10 @@ def use_compile_cache(cache_dir: str | None) -> str:
 
     The code is pickled, so that whoever can write it can run code: it is kept in directories of this user alone.
     """
+    for variable, value in _compile_variables.items():
+        if os.environ.get(variable) == value:
+            del os.environ[variable]
+    _compile_variables.clear()
     if kept := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return f"compiled code: {kept}, by TORCHINDUCTOR_CACHE_DIR"
     # nodes that share the directory may have different hardware, and Inductor names CPU code by its instructions alone
@@ -135,8 +141,8 @@ def use_compile_cache(cache_dir: str | None) -> str:
             path.mkdir(mode=0o700, exist_ok=True)
             if durable.is_private_directory(path):
                 variables = {"TORCHINDUCTOR_CACHE_DIR": str(path), "TRITON_CACHE_DIR": str(path / "triton")}
-                for variable, value in variables.items():
-                    os.environ.setdefault(variable, value)
+                _compile_variables.update({name: value for name, value in variables.items() if name not in os.environ})
+                os.environ.update(_compile_variables)
                 return f"compiled code: {path}"
     return "compiled code: not shared, because no cache directory belongs to this user alone"
 

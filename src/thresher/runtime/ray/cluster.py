@@ -129,7 +129,7 @@ class Cluster:
         self.environment = dict(environment or {})
         self.placements = placements = resources.placements[role]
         self.nodes = list(dict.fromkeys(placement.node.node_id for placement in placements))
-        pythons = {node: forks.find(node, self.environment) for node in self.nodes} if forks else {}
+        pythons = forks.find(self.nodes, self.environment) if forks else {}
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
         self.workers = [
             remote.options(
@@ -256,12 +256,12 @@ def wait_for(calls: Sequence[Call]) -> list[Any]:
             return ray.get(refs, timeout=None if math.isinf(seconds) else seconds)  # type: ignore[no-any-return]
         except GetTimeoutError:
             continue
-        except RayError:
+        except RayError as error:
             ended = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
             for call in calls:
                 if call.ref in ended:
                     call.result()
-            raise
+            raise _lost_connection(error) from error  # of this process to Ray: no worker's call has failed
     return []
 
 
@@ -276,7 +276,16 @@ def _enqueue(queue: SimpleQueue[Call], call: Call, _: object) -> None:
 
 def _put_once(arguments: tuple[object, ...]) -> tuple[object, ...]:
     """Store arguments in Ray, which would pickle them for each worker; short ones travel with the call."""
-    return tuple(each if isinstance(each, str | int | float | Path | None) else ray.put(each) for each in arguments)
+    try:
+        return tuple(each if isinstance(each, str | int | float | Path | None) else ray.put(each) for each in arguments)
+    except RayError as error:
+        raise _lost_connection(error) from error
+
+
+def _lost_connection(error: RayError) -> WorkerLostError:
+    return WorkerLostError(
+        f"Ray has failed: {str(error).strip()}\nrerun the same command to resume from the newest checkpoint"
+    )
 
 
 def _fail(error: RayError, call: Call) -> NoReturn:

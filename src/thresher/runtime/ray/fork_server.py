@@ -3,7 +3,7 @@
 `ForkServers` keeps one such process, a fork server, per node and environment. This file is its program, too, and the
 program that Ray starts as the Python of a worker: it asks the server for a process, and becomes a new Python if there
 is none. Ray is not imported before a fork, as it reads the environment of its worker when it is imported. A server that
-has opened a GPU serves nobody: CUDA does not survive a fork.
+has opened a GPU ends before it forks: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -78,22 +78,23 @@ class ForkServers:
             )
             self._keepers[key] = keeper.remote(modules)
 
-    def find(self, node: str, environment: Mapping[str, str]) -> str | None:
-        """Return the command that starts a worker's Python from the server of a node; None if none is ready."""
+    def find(self, nodes: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the command that starts a worker's Python from the server of each node that has one ready."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayError
+        from ray.exceptions import RayError
 
-        key = (node, frozenset(environment.items()))
-        if key not in self._keepers:
-            return None
-        try:
-            command: str | None = ray.get(self._keepers[key].command.remote(), timeout=_SECONDS_TO_ANSWER)
-            return command
-        except GetTimeoutError:  # it still starts, or its node is lost
-            return None
-        except RayError:  # the next start of servers replaces it
-            ray.kill(self._keepers.pop(key))
-            return None
+        keys = {node: (node, frozenset(environment.items())) for node in nodes}
+        asked = {self._keepers[key].command.remote(): node for node, key in keys.items() if key in self._keepers}
+        found: dict[str, str] = {}
+        # servers that still start, or whose node is lost, do not answer
+        for reply in ray.wait(list(asked), num_returns=len(asked), timeout=_SECONDS_TO_ANSWER)[0] if asked else ():
+            node = asked[reply]
+            try:
+                if command := ray.get(reply):
+                    found[node] = command
+            except RayError:  # the next start of servers replaces it
+                ray.kill(self._keepers.pop(keys[node]))
+        return found
 
 
 class _Keeper:
@@ -142,6 +143,7 @@ def serve(path: str) -> list[str]:
         with contextlib.suppress(Exception):  # the worker imports it, or fails in it, as without a server
             importlib.import_module(name)
     if _has_opened_gpu():
+        _remove_directory(path)
         sys.exit("a module has opened the GPU when it was imported: workers are started, not forked")
     gc.freeze()  # a collection in a fork would copy the pages that all of them share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes forks that have ended
@@ -151,6 +153,7 @@ def serve(path: str) -> list[str]:
         while True:
             readable, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in readable:
+                _remove_directory(path)
                 sys.exit()
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError, ValueError):  # the client has ended
@@ -163,6 +166,13 @@ def serve(path: str) -> list[str]:
                     return _begin(connection, request, files)
                 for file in files:
                     os.close(file)
+
+
+def _remove_directory(path: str) -> None:
+    """Remove the socket and its directory, which a keeper that was killed has left."""
+    with contextlib.suppress(OSError):
+        Path(path).unlink(missing_ok=True)
+        Path(path).parent.rmdir()
 
 
 def _begin(connection: socket.socket, request: dict[str, Any], files: Sequence[int]) -> list[str]:
