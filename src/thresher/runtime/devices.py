@@ -34,25 +34,14 @@ DEVICE_VARIABLE = "THRESHER_DEVICE"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NUMA_NODES = Path("/sys/devices/system/node")
 
-# sockets to every rank: of the world, of all meshes together, and of background saves
-_DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 3, 256
-
 _compile_variables: dict[str, str] = {}  # set by use_compile_cache, for an earlier run of this process
 
 
-def raise_descriptor_limit(num_ranks: int) -> str | None:
-    """Raise this process's soft limit of open files to the hard one; return a warning if that is too low."""
+def raise_descriptor_limit() -> None:
+    """Raise this process's soft limit of open files to the hard one; `check_node` warns if that is too low."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _DESCRIPTORS_PER_RANK * num_ranks + _OTHER_DESCRIPTORS
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return None
-    return (
-        f"{socket.gethostname()} allows {soft} open files per process, and {num_ranks} ranks may need {needed}; raise "
-        "the hard limit (`ulimit -Hn`, LimitNOFILE= of a systemd service), or set TORCH_GLOO_LAZY_INIT=1"
-    )
 
 
 def claim_gpu(worker: str, index: int) -> torch.device:

@@ -55,8 +55,7 @@ class Rank:
         self.is_open = False  # until it has a config
 
     def _prepare_device(self, role: str, log_dir: Path) -> None:
-        if warning := raise_descriptor_limit(self._size):
-            logger.warning("%s", warning)
+        raise_descriptor_limit()
         self._dump_prefix = log_dir / WORKERS / f"{role}-nccl-"
         self._device_notes = [f"device: {self._device}", *prepare_cuda(self._device, self._dump_prefix)]
 

@@ -8,6 +8,7 @@ Secrets of the config are not sent: each rank has read them itself.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from thresher.builders.preflight.machine import check_clocks, check_node
 from thresher.builders.reference_mode import ReferenceMode
 from thresher.config import DPOConfig, parse_config
 from thresher.distributed.groups import PEER_TIMEOUT
@@ -32,7 +34,6 @@ from thresher.runtime.rank import PolicyRank
 logger = logging.getLogger(__name__)
 
 _ROLE = "actor_train"
-_MAX_CLOCK_OFFSET = 5.0  # in seconds; locks and leases allow a minute
 T = TypeVar("T")
 
 
@@ -42,6 +43,7 @@ class LaunchedRank(PolicyRank):
     def __init__(self, launch: Launch, store: Store):
         super().__init__(launch.rank, launch.size, CPU)
         self._launch, self._store = launch, store
+        self._warnings: list[str] = []  # about this machine
 
     def receive(self, values: Values) -> None:
         """Set the environment of a config, open the log of a follower, and find the device."""
@@ -52,6 +54,10 @@ class LaunchedRank(PolicyRank):
         self._device = device_of_rank(self._launch, config)
         if self._rank and (warning := self.open_log(log_dir, _ROLE, logging.INFO, sorted(environment))):
             logger.error("%s", warning)
+        if self._launch.local_rank == 0:  # one rank per node
+            self._warnings = [str(each) for each in check_node(config, uses_gpu=self._device.type == "cuda")]
+            for warning in self._warnings:  # also if the process group fails by it
+                logger.warning("%s", warning)
         self.open(config, log_dir)
 
     def join(self) -> int:
@@ -59,17 +65,15 @@ class LaunchedRank(PolicyRank):
         store = PrefixStore("process group", self._store)
         address = address_among_ranks(store, self._launch)
         self._world = init_process_group(self._rank, self._size, store, address, self._device)
-        num_nodes = len(set(self._world.all_gather_object(socket.gethostname())))
+        hosts = self._world.all_gather_object(socket.gethostname())
         clocks = self._world.all_gather_object(time.time())  # all ranks are here at the same time
-        if self._rank == 0 and (spread := max(clocks) - min(clocks)) > _MAX_CLOCK_OFFSET:
-            logger.warning(
-                "the clocks of ranks %d and %d differ by %.0f s: times in logs, and how old a lock or a file is, are "
-                "wrong by that; synchronize the clocks (NTP)",
-                clocks.index(min(clocks)),
-                clocks.index(max(clocks)),
-                spread,
-            )
-        return num_nodes
+        warnings = self._world.all_gather_object(self._warnings)
+        if self._rank == 0:
+            offsets = {host: clock - clocks[0] for host, clock in zip(hosts, clocks, strict=True)}
+            others = itertools.chain.from_iterable(warnings[1:])  # this rank has shown its own
+            for warning in (*others, *check_clocks(offsets, hosts[0])):
+                logger.warning("%s", warning)
+        return len(set(hosts))
 
 
 class LaunchedRanks:

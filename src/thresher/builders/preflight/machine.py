@@ -1,11 +1,13 @@
-"""Checks of a machine that computes: file locks, the limit of open files, and shared memory. Imports no torch."""
+"""Checks of a machine that computes: file locks, open files, shared memory, clocks. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 import shutil
+import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich import filesize
@@ -19,8 +21,10 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _SHARED_BY_NCCL = 1 << 30
 # if it has less, Ray puts its objects on the disk
 _SHARED_BY_RAY = 1 << 28
-# gloo keeps a socket per rank and group: the world, the one that saves, and those of the mesh. The rest is for files
-_SOCKETS_PER_RANK, _OTHER_FILES = 4, 1024
+# gloo keeps a socket to every rank for the world, for all meshes together and for background saves; the rest is for
+# files, such as mapped shards
+_SOCKETS_PER_RANK, _OTHER_FILES = 3, 1024
+_MAX_CLOCK_OFFSET = 5.0  # in seconds; locks and leases allow a minute
 
 
 def check_locks(config: DPOConfig) -> Messages:
@@ -32,26 +36,37 @@ def check_locks(config: DPOConfig) -> Messages:
 
 
 def check_here(config: DPOConfig) -> Messages:
-    """Check this machine; the machines of a cluster are checked when workers start on them."""
-    if config.ray_address is None:
-        yield from check_node(config)
+    """Check this machine; what a launcher or a cluster starts checks its machine when it has found its device."""
+    if config.ray_address is None and config.runtime != "torchrun":
+        yield from check_node(config, uses_gpu=bool(config.actor_train.device_mapping))
 
 
-def check_node(config: DPOConfig) -> Messages:
+def check_node(config: DPOConfig, *, uses_gpu: bool) -> Messages:
     """Warn about limits of this machine that the ranks of a run will exceed."""
-    ranks = config.actor_train.num_processes
+    ranks, host = config.actor_train.num_processes, socket.gethostname()
     needed = _OTHER_FILES + _SOCKETS_PER_RANK * ranks
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if ranks > 1 and limit != resource.RLIM_INFINITY and limit < needed:
         yield UserWarning(
-            f"each of {ranks:,} ranks opens up to {needed:,} files and sockets, but a process may open {limit:,} here; "
-            "raise the hard limit on every node: `ulimit -Hn`, systemd's LimitNOFILE, or --ulimit nofile of a container"
+            f"each of {ranks:,} ranks opens up to {needed:,} files and sockets, but a process may open {limit:,} on "
+            f"{host}; raise the hard limit on every node: `ulimit -Hn`, systemd's LimitNOFILE, or --ulimit nofile of a "
+            "container; or set TORCH_GLOO_LAZY_INIT=1"
         )
-    uses_nccl = ranks > 1 and bool(config.actor_train.device_mapping or config.runtime == "torchrun")
+    uses_nccl = uses_gpu and ranks > 1
     wanted = _SHARED_BY_NCCL if uses_nccl else _SHARED_BY_RAY if config.uses_ray else 0
     if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < wanted:
         effect = "NCCL fails without it" if uses_nccl else "Ray uses the disk instead"
         yield UserWarning(
-            f"{_SHARED_MEMORY} has {filesize.decimal(free)} free, and ranks of a machine share memory there: {effect}; "
-            "make it larger: --shm-size=1g or more of a container, or `mount -o remount,size=2g /dev/shm`"
+            f"{_SHARED_MEMORY} of {host} has {filesize.decimal(free)} free, and ranks of a machine share memory there: "
+            f"{effect}; make it larger: --shm-size=1g or more of a container, or `mount -o remount,size=2g /dev/shm`"
         )
+
+
+def check_clocks(offsets: Mapping[str, float], other: str) -> list[str]:
+    """Return a warning for each node whose clock is ahead of another one by too many seconds, or behind it."""
+    return [
+        f"the clock of {node} is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} that of {other}: times "
+        "in logs, and how old a lock or a file is, are wrong by that; synchronize the clocks (NTP)"
+        for node, offset in offsets.items()
+        if abs(offset) > _MAX_CLOCK_OFFSET
+    ]

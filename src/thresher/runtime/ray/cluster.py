@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from thresher.builders.preflight.machine import check_clocks
 from thresher.config.roles import RoleConfig
 from thresher.distributed.groups import is_lost_connection
 from thresher.errors import ResourceError, UserError, WorkerError, WorkerLostError
@@ -37,8 +38,6 @@ _SECONDS_BETWEEN_CHECKS = 2.0
 _SECONDS_FOR_CAUSE = 5.0
 # how late a failure of another worker is noticed while rank 0 streams
 _SECONDS_BETWEEN_RECORDS = 0.2
-# in seconds; locks and leases allow a minute
-_MAX_CLOCK_OFFSET = 5.0
 
 
 class ResourceManager:
@@ -128,7 +127,10 @@ class Cluster:
         self.monitor = monitor or HeartbeatMonitor()
         self.environment = dict(environment or {})
         self.placements = placements = resources.placements[role]
-        self.nodes = list(dict.fromkeys(placement.node.node_id for placement in placements))
+        self.first_ranks: dict[str, int] = {}  # of each node
+        for rank, placement in enumerate(placements):
+            self.first_ranks.setdefault(placement.node.node_id, rank)
+        self.nodes = list(self.first_ranks)
         pythons = forks.find(self.nodes, self.environment) if forks else {}
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker_cls)
         self.workers = [
@@ -189,20 +191,14 @@ class Cluster:
 
     def compare_clocks(self) -> list[str]:
         """Return a warning for each node of a run on several whose clock differs from the driver's."""
-        by_address: dict[str, int] = {}
-        for rank, placement in enumerate(self.placements):
-            by_address.setdefault(placement.node.address, rank)
-        if len(by_address) < 2:
+        if self.num_nodes < 2:
             return []
+        ranks = self.first_ranks.values()
         sent = time.time()
-        clocks = wait_for([Call(self, rank, self.workers[rank].clock.remote()) for rank in by_address.values()])
-        offsets = zip(by_address, (clock_offset(each, sent, time.time()) for each in clocks), strict=True)
-        return [
-            f"the clock of the node at {address} is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} the "
-            "driver's: times in logs, and how old a lock or a file is, are wrong by that; synchronize the clocks (NTP)"
-            for address, offset in offsets
-            if abs(offset) > _MAX_CLOCK_OFFSET
-        ]
+        clocks = wait_for([Call(self, rank, self.workers[rank].clock.remote()) for rank in ranks])
+        addresses = [f"the node at {self.placements[rank].node.address}" for rank in ranks]
+        offsets = [clock_offset(clock, sent, time.time()) for clock in clocks]
+        return check_clocks(dict(zip(addresses, offsets, strict=True)), "the driver")
 
     def close(self) -> None:
         self.monitor.remove(self.workers)

@@ -156,7 +156,12 @@ class RayRuntime(Runtime):
 
     def _open(self, cluster: Cluster) -> list[Call]:
         directory = self.config.log_dir.resolve()  # a worker may have a different working directory
-        return cluster.submit("take", self.config, cluster.name, directory, logger.getEffectiveLevel())
+        # one worker per node checks it; the driver has checked its own, which is the only one without ray_address
+        checked = self.ranks.nodes if cluster is not self._policy else []
+        checking = [
+            rank for node, rank in cluster.first_ranks.items() if self.config.ray_address and node not in checked
+        ]
+        return cluster.submit("take", self.config, cluster.name, directory, logger.getEffectiveLevel(), checking)
 
 
 @contextlib.contextmanager

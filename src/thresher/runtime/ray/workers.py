@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,17 @@ class Worker(Rank):
         """Return the time of this node, in seconds since the epoch."""
         return time.time()
 
-    def take(self, config: DPOConfig, role: str, log_dir: Path, level: int) -> list[str]:
-        """Take the config of a run, and log to its directory; return warnings about that and about this machine."""
+    def take(self, config: DPOConfig, role: str, log_dir: Path, level: int, checking: Collection[int]) -> list[str]:
+        """Take the config of a run, and log to its directory; return warnings.
+
+        checking: the ranks that check their machine, one per node.
+        """
         self.config, self.is_open = config, True
         self._gauges.start(run=config.exp_name, role=role, rank=str(self._rank))
         warning = self.open_log(log_dir, role, level, sorted(config.environment_of(role)))
         logger.info("%s", use_compile_cache(config.cache_dir))
-        # the driver has checked its own machine
-        limits = map(str, check_node(config)) if config.ray_address else ()
-        return [*([warning] if warning else []), *limits]
+        limits = check_node(config, uses_gpu=self._device.type == "cuda") if self._rank in checking else ()
+        return [*([warning] if warning else []), *map(str, limits)]
 
     def drain(self, method: str, *arguments: object) -> None:
         """Run a generator method to its end; rank 0 yields the items of all ranks."""
