@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from thresher.config.roles import PolicyConfig
-from thresher.errors import ResourceError, WorkerError
+from thresher.errors import ResourceError, WorkerError, WorkerLostError
 
 pytestmark = pytest.mark.distributed
 
@@ -98,6 +98,24 @@ def test_the_first_failure_is_raised_without_waiting_for_the_others(cluster_of, 
     with pytest.raises(WorkerError, match=r"actor_train worker 1 of 3 failed: .*on purpose"):
         cluster.call("fail", 1) if how == "call" else list(cluster.stream(LightWorker.count, 1))
     assert time.monotonic() - started < SECONDS_OF_OTHERS / 4
+
+
+@pytest.mark.parametrize("name", ["get", "put"])
+def test_an_error_of_ray_in_no_call_of_a_worker_is_one_that_a_restart_handles(cluster_of, monkeypatch, name):
+    import ray
+    from ray.exceptions import RaySystemError
+
+    function = getattr(ray, name)
+
+    def fail(value: Any, **more: Any) -> Any:
+        if isinstance(value, list):
+            raise RaySystemError("on purpose")
+        return function(value, **more)
+
+    cluster = cluster_of(2)
+    monkeypatch.setattr(ray, name, fail)
+    with pytest.raises(WorkerLostError, match=r"Ray has failed: .*on purpose"):
+        cluster.call("echo", ["stored"])
 
 
 @pytest.mark.parametrize(("clock", "offset"), [(99.0, -1.0), (100.0, 0.0), (101.5, 0.0), (104.0, 2.0)])

@@ -185,10 +185,9 @@ def _has_started(config: DPOConfig) -> bool:
         return False
 
 
-def _torchrun_job() -> str | None:
+def _torchrun_job() -> str:
     """Return what only the launches of one torchrun share: its log directory. Its run id is "none" by default."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # DIRECTORY/attempt_0/RANK/error.json
-    return str(Path(file).parents[2]) if file else None
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]  # DIRECTORY/attempt_0/RANK/...
 
 
 def check_resume(config: DPOConfig) -> None:
