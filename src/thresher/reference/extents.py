@@ -96,7 +96,10 @@ class Extents:
         return np.where(has, np.repeat(locations - firsts, counts) + np.arange(start, stop), -1)
 
     def found_between(self, start: int, stop: int, numbers: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return first rows, ends and locations of the extents that have one; numbers are new ones of the shards, or -1."""
+        """Return first rows, ends and locations of the extents that have one.
+
+        numbers: the new one of each shard, or -1 if it is lost.
+        """
         firsts, stops, locations = self._overlapping(start, stop)
         shards, rows = np.divmod(locations, 1 << ROW_BITS)
         has = (locations >= 0) & (numbers[shards] >= 0)
@@ -424,7 +427,7 @@ class _Sink:
     def _keep_in_memory(self, error: OSError) -> None:
         """Go on without the file, as on a full disk."""
         logger.warning(
-            "reference cache: cannot write a file with the rows of the shards to %s (%s); the next start searches again",
+            "reference cache: cannot write a file with the rows of the shards to %s (%s); later starts search again",
             self._directory,
             error.strerror or error,
         )

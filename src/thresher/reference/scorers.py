@@ -124,7 +124,7 @@ class PrecomputedReference:
         *,
         dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
-        """Score this rank's missing blocks; yield (blocks done, blocks of this rank). A single process looks up again."""
+        """Score this rank's missing blocks; yield (blocks done, blocks of this rank). One alone looks up again."""
         started = time.perf_counter()
         num_blocks = sum(1 for _ in self._missing_blocks(dp_group))
         num_dummy_batches = dp_group.max_over_ranks(num_blocks) - num_blocks

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 Keys = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.uint32]
-# _VERSION, pairs of the store, held-out ones, longest example of training, and of the held-out side; then the SHA-256 of
-# this and of the rows
+# _VERSION, pairs of the store, held-out ones, longest example of training, and of the held-out side; it is followed by
+# the SHA-256 of header and rows, and by the rows
 _HEADER = np.dtype("<i8")
 _VERSION, _NUM_FIELDS = 1, 5
 _ROWS_PER_BLOCK = 1 << 20
