@@ -170,7 +170,7 @@ def measure(root: Path, num_pairs: int, order: str, rank: int, num_ranks: int) -
 
 def in_fresh_processes(root: Path, num_pairs: int, order: str, num_ranks: int) -> list[dict[str, float]]:
     environment = os.environ | {
-        "XDG_CACHE_HOME": str(root / "user"),
+        "THRESHER_CACHE_DIR": str(root / "user"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29731",
     }

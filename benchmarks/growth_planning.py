@@ -37,7 +37,7 @@ from thresher.data.store.reader import FORMAT_VERSION, LENGTH_DTYPE, ROWS_PER_RE
 from thresher.data.store.writer import StoreWriter
 
 RANKS = ((128, 64), (1024, 4), (2048, 4), (16384, 4))  # and pairs per rank
-BUDGETS = (4096, 600)  # tokens of a micro-batch: one for the pairs of a rank, and two or three
+BUDGETS = (4096, 600)  # tokens of a micro-batch; with the smaller one, a rank has 3 to 30 micro-batches
 PAIRS_PER_SHARD, DISTINCT_SHARDS = 500 * ROWS_PER_RECORD_BATCH, 20
 
 

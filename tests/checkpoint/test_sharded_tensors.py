@@ -233,6 +233,11 @@ def test_the_index_is_the_same_as_the_headers_and_has_the_same_bytes_each_time(t
     assert path.read_bytes() == content
 
 
+def test_a_file_that_cannot_be_read_after_it_was_written_is_not_called_a_damaged_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        pack_headers(tmp_path, ["x-00001-of-00002.safetensors"])
+
+
 BLOCKS = [[0, -1, 0, 0, 2, 4], [1, -1, 2, 0, 2, 4]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,20 +131,35 @@ def test_a_process_maps_the_rows_that_the_first_one_has_written(tmp_path: Path) 
     store = write_store(tmp_path / "store", pairs_of_prompts(60), shard_rows=16)
     sides = store.split(0.2, 3, tmp_path / "run" / "data")
     (file,) = (tmp_path / "run" / "data").iterdir()
-    assert file.stat().st_size == 32 + 4 * len(sides[1])
+    assert file.stat().st_size == 72 + 4 * len(sides[1])
     expected = [np.array(side.lengths) for side in sides]
     shutil.rmtree(tmp_path / "store" / "shards")
     for side, lengths in zip(pickle.loads(pickle.dumps(sides)), expected, strict=True):  # noqa: S301
         np.testing.assert_array_equal(side.lengths, lengths)
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", bytes(64), "other store"])
-def test_rows_of_a_different_store_or_a_damaged_file_are_computed_again(tmp_path: Path, damage: bytes | str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: b"",
+        lambda _: b"short",
+        lambda _: bytes(128),
+        lambda whole: whole[:-4],
+        lambda whole: whole + bytes(4),
+        lambda whole: whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:],
+        lambda whole: whole[:8] + bytes(8) + whole[16:],  # of a different store
+        lambda whole: whole[:24] + bytes(8) + whole[32:],  # its longest example
+    ],
+)
+def test_rows_of_a_different_store_or_a_damaged_file_are_computed_again(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     store = write_store(tmp_path / "store", pairs_of_prompts(60), shard_rows=16)
     expected = [np.array(side.lengths) for side in store.split(0.2, 3, tmp_path)]
     (file,) = tmp_path.glob("held-out-*.rows")
     whole = file.read_bytes()
-    file.write_bytes(whole[:8] + bytes(8) + whole[16:] if isinstance(damage, str) else damage)
+    file.unlink()  # a map of the old file must not change
+    file.write_bytes(damage(whole))
     for side, lengths in zip(store.split(0.2, 3, tmp_path), expected, strict=True):
         np.testing.assert_array_equal(side.lengths, lengths)
     assert file.read_bytes() == whole

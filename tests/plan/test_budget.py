@@ -14,11 +14,13 @@ import pytest
 from tests.support.compared_runs import merge
 from tests.support.published_models import save_config
 from tests.support.small_runs import make_base, open_small_inputs
+from tests.support.tiny_run import noise_labels
 from thresher.builders.hardware import GPUS, Hardware, reported_gpu
 from thresher.builders.inputs import DEFAULT_TOKENS_PER_MICRO_BATCH, RunInputs
 from thresher.builders.memory import peak_memory
 from thresher.builders.token_budget import TokenBudget, choose_budget, with_token_budget
 from thresher.config import DPOConfig, parse_config
+from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan
 from thresher.plan.estimate import Estimate, KnownRun
 from thresher.plan.step import Cluster
 from thresher.plan.workload import PairLengths
@@ -110,6 +112,12 @@ def test_the_budget_is_never_smaller_than_the_longest_pair(large):
     tokens, reason = choose_budget(inputs_of(config_of(large), lengths), reported_gpu("NVIDIA L40S", 40 * GIB))
     assert tokens == 4000 + 2999 + 1999
     assert reason.startswith("the longest pair; ")
+
+
+def test_runs_with_mismatched_answers_get_a_budget(large):
+    visits = MismatchedAnswers(noise_labels(10), VisitPlan(10, seed=0, pairs_per_step=4, num_steps=5))
+    tokens, reason = choose_budget(inputs_of(config_of(large), visits.lengths), reported_gpu("NVIDIA H200", 141 * GIB))
+    assert (tokens, "fit into NVIDIA H200" in reason) == (DEFAULT_TOKENS_PER_MICRO_BATCH, True)
 
 
 def test_padded_rows_get_a_budget_only_if_their_pairs_do_not_fit(large):

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -177,6 +178,78 @@ def test_what_a_run_has_found_is_found_again_whatever_is_scored_later(tmp_path, 
         time.sleep(0.002)
         found = lookup(tmp_path, pairs).found.read(np.arange(3))
         assert [sides[0].tolist() for _, sides in found] == [[0.0]] * 3
+
+
+def test_what_a_run_has_found_is_found_again_without_an_unrelated_shard(tmp_path):
+    """The unrelated one is named in the file with what was found by keys."""
+    pairs, unrelated = NoisePairs(3), NoisePairs(3, seed=1)
+    cache = open_cache(tmp_path)
+    cache.writer()
+    written = []
+    for number, (source, lists_rows) in enumerate(((pairs, False), (unrelated, False), (pairs, True))):
+        keys, logps = [hash_example(pair).pair for pair in source.pairs], [(np.array([number], np.float32),) * 2] * 3
+        origins = [Origin(pairs.digest, row) for row in range(3)] if lists_rows else []
+        written.append(write_shard(cache.directory, keys, logps, origins))
+        time.sleep(0.002)
+        if number == 1:
+            assert lookup(tmp_path, pairs).num_missing == 0
+    for removed, expected in ((1, 0.0), (0, 2.0)):
+        written[removed].path.unlink()
+        found = lookup(tmp_path, pairs).found.read(np.arange(3))
+        assert [sides[0].tolist() for _, sides in found] == [[expected]] * 3
+
+
+def test_a_search_of_many_keys_that_finds_nothing_is_not_repeated(tmp_path, monkeypatch):
+    """As in a run that visits part of its store, and has a validation set."""
+    monkeypatch.setattr(extents, "MAX_KEYS", 0)
+    pairs, some = NoisePairs(100), np.arange(48)
+    list(lookup(tmp_path, pairs, some).iter_score_missing(synthetic_logps))
+    scored(tmp_path, NoisePairs(100, seed=1))
+    for source in (pairs, WithoutKeys(pairs)):
+        assert lookup(tmp_path, source, some).num_found == 48
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_a_disk_that_is_full_costs_the_file_and_not_the_run(tmp_path, caplog):
+    pairs, other = NoisePairs(300), NoisePairs(300)
+    other.pairs = other.pairs[::-1]
+    cache = scored(tmp_path, pairs)
+    expected = all_bytes(lookup(tmp_path, other), other)
+    for path in extents_files(cache.directory):
+        path.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # of the 4,800 bytes of extents
+    try:
+        found = lookup(tmp_path, other)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot write a file with the rows of the shards" in caplog.text
+    assert all_bytes(found, other) == expected
+    assert not [*extents_files(cache.directory), *cache.directory.glob(".partial-*")]
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_the_file_of_a_longer_plan_does_not_replace_that_of_a_shorter_one(tmp_path):
+    keys = np.random.default_rng(0).integers(0, 2**60, (100, 2)).astype("<u8").view("V16")[:, 0]
+    cache = open_cache(tmp_path)
+    cache.writer()
+    write_shard(cache.directory, [key.tobytes() for key in keys], [(np.zeros(1, np.float32),) * 2] * 100)
+    longer, shorter = Keys(keys), Keys(keys[:60])
+    shorter.digest = longer.digest
+    for rows in (shorter, longer):
+        assert cache.find([rows], PairSet(len(rows))).num_missing == 0
+    for path in (files := extents_files(cache.directory)):
+        os.utime(path, (time.time() - 48 * AN_HOUR,) * 2)
+    assert (len(files), cache_files.stale_files(tmp_path, tmp_path / "stores")) == (2, [])
+
+
+def test_a_worker_of_which_others_read_the_logps_does_not_look_up(tmp_path):
+    pairs = NoisePairs(20)
+    worker = lookup(tmp_path, pairs, found=lookup(tmp_path, pairs).found)
+    list(worker.iter_score_missing(synthetic_logps))
+    assert (worker.num_scored, worker.num_missing) == (20, 20)
+    worker.begin(0.0)
+    assert worker.num_missing == 0
 
 
 def test_a_store_that_is_listed_is_not_searched_in_the_shards_of_others(tmp_path):

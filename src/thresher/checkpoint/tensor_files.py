@@ -47,6 +47,7 @@ from thresher.checkpoint.tensor_index import (
     translate_tensor_errors,
 )
 from thresher.distributed.tensors import local_slices, to_local
+from thresher.errors import CheckpointError
 
 Slices = tuple[slice, ...]
 _MAX_OPEN_FILES = 16
@@ -122,7 +123,10 @@ def pack_headers(directory: Path, names: Sequence[str]) -> dict[str, bytes]:
     packed = {}
     for path in map(directory.joinpath, names):
         if (parsed := ShardFile.parse(path.name)) is not None:
-            index = read_header(path, *parsed, open_file(path))
+            try:
+                index = read_header(path, *parsed, open_file(path))
+            except CheckpointError as error:  # the file was just written: a failing disk, not a damaged checkpoint
+                raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None
             # compressed: rank 0 receives the names of tensors once per writer
             packed[parsed[0]] = zlib.compress(json.dumps(index.header).encode() + b"\n" + index.blocks.tobytes())
     return packed

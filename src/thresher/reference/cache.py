@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -235,11 +235,14 @@ class ReferenceCache:
         self.directory = root / fingerprint.digest[:32]
         self._fingerprint = fingerprint
         self._model = model
-        self._verified = VerifiedFiles(self.directory)
         self._damaged: set[str] = set()  # and not renamed, as in a read-only directory
         self._origins: dict[str, dict[str, RowRanges]] = {}
         with contextlib.suppress(OSError):  # absent or read-only
             os.utime(self.directory / IDENTITY_NAME)  # the time of last use, for `thresher cache prune`
+
+    @cached_property
+    def _verified(self) -> VerifiedFiles:
+        return VerifiedFiles(self.directory)
 
     def writer(self) -> ShardWriter:
         """Open the directory for writing; create it if needed."""
@@ -277,6 +280,7 @@ class ReferenceCache:
                     self._quarantine(shard, problem or "is not a shard that this version can read")
             self._verified.save([*shards, *(path.name for path in extents_files(self.directory))])
             if found is not None and not any(problems):
+                self._origins.clear()
                 return found
 
     def mark_verified(self, shards: list[ShardFile]) -> None:
@@ -411,7 +415,10 @@ def _open_shard(path: Path) -> CacheShard:
         return CacheShard(path)
     except (OSError, ValueError) as error:
         problem = f"{path} was removed from the reference cache or damaged during this run ({error})"
-        hint = "rerun with resume_from_checkpoint=auto to score the missing pairs again"
+        hint = (
+            "rerun with resume_from_checkpoint=auto to score the missing pairs again, or set reference.cache_dir to a "
+            "directory that all nodes share"
+        )
         raise UserError(f"{problem}; {hint}") from error
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import secrets
 import shutil
@@ -30,6 +31,8 @@ from thresher.data.store.arrow_schema import find_sorted
 from thresher.data.store.reader import HASH_BYTES, HASH_DTYPE, Hashes
 from thresher.errors import UserError
 from thresher.reference.fingerprint import VerifiedFiles
+
+logger = logging.getLogger(__name__)
 
 Integers = npt.NDArray[np.int64]
 
@@ -93,11 +96,14 @@ class Extents:
         return np.where(has, np.repeat(locations - firsts, counts) + np.arange(start, stop), -1)
 
     def found_between(self, start: int, stop: int, numbers: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return first rows, ends and locations of the extents that have one; numbers are new ones of the shards."""
+        """Return first rows, ends and locations of the extents that have one.
+
+        numbers: the new one of each shard, or -1 if it is lost.
+        """
         firsts, stops, locations = self._overlapping(start, stop)
-        has = locations >= 0
-        shards, rows = np.divmod(locations[has], 1 << ROW_BITS)
-        return firsts[has], stops[has], (numbers[shards] << ROW_BITS) + rows
+        shards, rows = np.divmod(locations, 1 << ROW_BITS)
+        has = (locations >= 0) & (numbers[shards] >= 0)
+        return firsts[has], stops[has], (numbers[shards[has]] << ROW_BITS) + rows[has]
 
     def chunks(self) -> Iterator[tuple[Integers, Integers]]:
         """Yield the number of rows and the location of each extent, some extents at a time."""
@@ -142,7 +148,7 @@ def build_extents(
     """Find the rows in all shards of a directory.
 
     Args:
-        directory: where the shards are; the extents of fewer shards that it has are extended.
+        directory: where the shards are; the extents of other shards that it has are extended, without lost shards.
         rows: the rows to find.
         shards: names of the shards, oldest first, and how many pairs each has.
         read_ranges: returns the rows that some shards list, of those that list them.
@@ -151,10 +157,12 @@ def build_extents(
     """
     numbers = {name: number for number, name in enumerate(shards)}
     kept = _kept_extents(directory, rows, shards, verified)
-    if kept and len(kept[0][1]) == len(shards):
-        return kept[0][0]
-    of_kept = [(extents, np.array([numbers[name] for name in names], dtype=np.int64)) for extents, names in kept]
-    added = sorted(shards.keys() - set().union(*(names for _, names in kept)))
+    if kept and set(kept[-1][1]) == shards.keys():
+        return kept[-1][0]
+    of_kept = [(extents, np.array([numbers.get(name, -1) for name in names], np.int64)) for extents, names in kept]
+    # without a lost shard, its rows may be in others, which are searched again
+    searched = [names for _, names in kept if shards.keys() >= set(names)]
+    added = sorted(shards.keys() - set().union(*searched))
     ranges = read_ranges(added)
     listed = _ListedRows([(numbers[name], each) for name, each in ranges.items()])
     others = [name for name in added if name not in ranges]
@@ -165,11 +173,11 @@ def build_extents(
         sources += [extents.found_between(start, stop, each) for extents, each in of_kept]
         return merge_extents(start, stop, *(np.concatenate(each) for each in zip(*sources, strict=True)))
 
-    def kept_with(windows: Iterable[Joined]) -> Extents:
-        with _Sink(directory, rows.digest, list(shards)) as sink:
+    def kept_with(windows: Iterable[Joined], num_hashes: int = 0) -> Extents:
+        with _Sink(directory, rows, list(shards)) as sink:
             for window in windows:
-                sink.add(merged(window), is_kept=len(window[2]) > 0)
-            return sink.finish(len(rows))
+                sink.add(merged(window), is_kept=len(window[2]) > 0 or num_hashes > MAX_KEYS)
+            return sink.finish()
 
     step = _ROWS_PER_WINDOW if any(len(extents) > MAX_EXTENTS for extents, _ in kept) else max(1, len(rows))
     windows = [(at, min(at + step, len(rows)), _EMPTY, _EMPTY) for at in range(0, len(rows), step)]
@@ -180,9 +188,9 @@ def build_extents(
     num_keys = sum(shards[name] for name in others)
     keys = ((numbers[name] << ROW_BITS, read_keys(name)) for name in others)
     if num_keys <= MAX_KEYS:
-        return kept_with(_join_in_memory(rows, keys))
+        return kept_with(_join_in_memory(rows, keys), num_keys + len(rows))
     with _workspace(directory) as workspace:
-        return kept_with(_join_on_disk(rows, keys, num_keys, workspace))
+        return kept_with(_join_on_disk(rows, keys, num_keys, workspace), num_keys + len(rows))
 
 
 def merge_extents(start: int, stop: int, firsts: Integers, stops: Integers, locations: Integers) -> Integers:
@@ -368,11 +376,12 @@ def _workspace(directory: Path) -> Iterator[Path]:
 class _Sink:
     """Collects the extents of a store: in memory, or in a file if there are many."""
 
-    def __init__(self, directory: Path, digest: str, shards: Sequence[str]) -> None:
-        self._directory, self._shards, self._digest = directory, shards, digest
+    def __init__(self, directory: Path, rows: Rows, shards: Sequence[str]) -> None:
+        self._directory, self._rows, self._shards = directory, rows, shards
         self._records: list[Integers] = []
-        self._num_records = 0
+        self._num_records = self._num_written = 0
         self._file: IO[bytes] | None = None
+        self._has_failed = False
         self._temporary: Path | None = None
         self._sha256 = hashlib.sha256()
 
@@ -389,42 +398,74 @@ class _Sink:
         """Add extents in order; `is_kept` writes a file even if there are few."""
         self._records.append(records)
         self._num_records += len(records)
+        if self._has_failed:
+            return
         if is_kept or self._file or self._num_records > MAX_EXTENTS or len(self._shards) > MAX_SHARDS:
-            self._file = self._file or self._open()
-            for each in self._records:
-                self._write(self._file, each.tobytes())
-            self._records.clear()
+            try:
+                self._file = self._file or self._open()
+                for each in self._records:
+                    self._write(self._file, each.tobytes())
+                self._num_written = self._num_records
+                self._records.clear()
+            except OSError as error:
+                self._keep_in_memory(error)
 
     def _open(self) -> IO[bytes]:
         temporary = self._directory / f"{PARTIAL}{secrets.token_hex(8)}"
         try:
-            file = temporary.open("xb+")
+            file = temporary.open("xb+", buffering=0)
         except OSError:  # a read-only cache: other ranks get the content
-            return tempfile.TemporaryFile()
+            return tempfile.TemporaryFile(buffering=0)
         self._temporary = temporary
         return file
 
     def _write(self, file: IO[bytes], content: bytes) -> None:
-        file.write(content)
         self._sha256.update(content)
+        while content:
+            content = content[file.write(content) :]
 
-    def finish(self, num_rows: int) -> Extents:
-        """Return the extents; publish their file under a name with their store, their shards and its SHA-256."""
-        if self._file is None:
-            return Extents(num_rows, np.concatenate([np.zeros((0, 2), np.int64), *self._records]))
-        footer = json.dumps({"num_rows": num_rows, "shards": self._shards}).encode()
-        self._write(self._file, footer + len(footer).to_bytes(8, "little"))
-        durable.sync_stream(self._file)
+    def _keep_in_memory(self, error: OSError) -> None:
+        """Go on without the file, as on a full disk."""
+        logger.warning(
+            "reference cache: cannot write a file with the rows of the shards to %s (%s); later starts search again",
+            self._directory,
+            error.strerror or error,
+        )
+        self._has_failed = True
+        if self._file is not None:
+            self._file.seek(0)
+            self._records.insert(0, np.fromfile(self._file, "<i8", 2 * self._num_written).reshape(-1, 2))
+            self._file.close()
+            self._file = None
+
+    def finish(self) -> Extents:
+        """Return the extents; publish their file under a name with their rows, their shards and its SHA-256."""
+        if self._file is not None:
+            try:
+                path = self._publish(self._file)
+                return Extents(len(self._rows), _mapped(self._file, self._num_records), path)
+            except OSError as error:
+                self._keep_in_memory(error)
+        return Extents(len(self._rows), np.concatenate([np.zeros((0, 2), np.int64), *self._records]))
+
+    def _publish(self, file: IO[bytes]) -> Path | None:
+        footer = json.dumps({"num_rows": len(self._rows), "shards": self._shards}).encode()
+        self._write(file, footer + len(footer).to_bytes(8, "little"))
+        durable.sync_stream(file)
         if self._temporary is None:
-            return Extents(num_rows, _mapped(self._file, self._num_records))
-        names = _short_digest(self._digest), _short_digest("\n".join(self._shards)), self._sha256.hexdigest()
+            return None
+        names = _name_of(self._rows), _short_digest("\n".join(self._shards)), self._sha256.hexdigest()
         path = self._temporary.rename(self._directory / f"{'-'.join(names)}.rows")
         durable.sync_directory(self._directory)
-        return Extents(num_rows, _mapped(self._file, self._num_records), path)
+        return path
 
 
 def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _name_of(rows: Rows) -> str:
+    return _short_digest(f"{rows.digest} {len(rows)}")
 
 
 def _mapped(file: IO[bytes], num_records: int) -> Integers:
@@ -463,15 +504,20 @@ def _read(path: Path) -> tuple[Extents, list[str]]:
 def _kept_extents(
     directory: Path, rows: Rows, shards: Mapping[str, int], verified: VerifiedFiles
 ) -> list[tuple[Extents, list[str]]]:
-    """Return the kept extents of the rows in some of these shards, and in which; the most shards first."""
-    found = list[tuple[Extents, list[str]]]()
-    for path in extents_files(directory, rows.digest):
+    """Return the kept extents of the rows, and in which shards; if one is of exactly these shards, it is the last."""
+    found = list[tuple[Path, Extents, list[str]]]()
+    for path in extents_files(directory, rows):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             extents, names = _read_file(path)
-            is_usable = extents.num_rows == len(rows) and shards.keys() >= set(names)
-            if is_usable and verified.find_problem(path, path.stem[-64:]) is None:
-                found.append((extents, names))
-    return sorted(found, key=lambda each: -len(each[1]))
+            if extents.num_rows == len(rows) and shards.keys() & set(names):
+                found.append((path, extents, names))
+    kept = list[tuple[Extents, list[str]]]()
+    for path, extents, names in sorted(found, key=lambda each: set(each[2]) != shards.keys()):
+        if verified.find_problem(path, path.stem[-64:]) is None:
+            kept.append((extents, names))
+            if set(names) == shards.keys():
+                return kept
+    return kept
 
 
 def shards_of(path: Path) -> list[str]:
@@ -479,8 +525,8 @@ def shards_of(path: Path) -> list[str]:
     return _read(path)[1]
 
 
-def extents_files(directory: Path, digest: str | None = None) -> list[Path]:
-    """List the files of extents, or those of the rows with a digest."""
+def extents_files(directory: Path, rows: Rows | None = None) -> list[Path]:
+    """List the files of extents, or those of some rows."""
     paths = sorted(directory.glob("*.rows")) if directory.is_dir() else []
     found = [(path, _NAME.fullmatch(path.name)) for path in paths]
-    return [path for path, match in found if match and (digest is None or match[1] == _short_digest(digest))]
+    return [path for path, match in found if match and (rows is None or match[1] == _name_of(rows))]

@@ -95,6 +95,7 @@ class PrecomputedReference:
         self._num_visits = num_visits
         self._group = group
         self.found: FoundLogps
+        self._others_look_up = found is not None
         if found is None:
             self.lookup()
         else:
@@ -123,7 +124,7 @@ class PrecomputedReference:
         *,
         dp_group: DataParallelGroup = DataParallelGroup(),  # noqa: B008  # frozen
     ) -> Iterator[tuple[int, int]]:
-        """Score this rank's missing blocks; yield (blocks done, blocks of this rank). One process looks up again."""
+        """Score this rank's missing blocks; yield (blocks done, blocks of this rank). One alone looks up again."""
         started = time.perf_counter()
         num_blocks = sum(1 for _ in self._missing_blocks(dp_group))
         num_dummy_batches = dp_group.max_over_ranks(num_blocks) - num_blocks
@@ -136,7 +137,7 @@ class PrecomputedReference:
                 self._cache.mark_verified(writer.written)
         for _ in range(num_dummy_batches):  # for lockstep
             score(self._source.read(np.zeros(0, dtype=np.int64)))
-        if num_blocks and self._group.size == 1:
+        if num_blocks and self._group.size == 1 and not self._others_look_up:
             self.lookup()
         self.seconds_per_pair = (time.perf_counter() - started) / max(1, self._num_visits)
 

@@ -16,6 +16,7 @@ from thresher.data.example import ExampleBatch
 from thresher.data.store.arrow_schema import hash_example
 from thresher.data.store.joined import Stores
 from thresher.data.store.reader import HASH_DTYPE, ExampleStore, Hashes, Lengths
+from thresher.data.store.split import IndexedLengths
 
 _VERSION = 1  # increase it when the same plan gets different mismatched answers
 _STEPS_IN_MEMORY = 4  # those of the policy and of a reference that works ahead
@@ -103,7 +104,7 @@ class MismatchedAnswers:
     @property
     def lengths(self) -> Lengths:
         """Tokens of (prompt, answer, mismatched answer) of each visit."""
-        return cast("Lengths", _VisitLengths(self))
+        return cast("Lengths", IndexedLengths(len(self), self.lengths_of))
 
     def examples_of(self, visits: PairIds) -> PairIds:
         """Return the row number in the store of each visit's example."""
@@ -171,7 +172,11 @@ class MismatchedAlone:
 
     @property
     def lengths(self) -> Lengths:
-        return cast("Lengths", _LengthsAlone(self._visits))
+        return cast("Lengths", IndexedLengths(len(self), self._lengths_of))
+
+    def _lengths_of(self, visits: PairIds) -> Lengths:
+        lengths = self._visits.lengths_of(visits)
+        return np.column_stack([lengths[:, 0], np.where(lengths[:, 2] > 0, lengths[:, 2], lengths[:, 1])])
 
     def read(self, visits: PairIds) -> ExampleBatch:
         batch = self._visits.read(visits)
@@ -182,42 +187,6 @@ class MismatchedAlone:
         for step in range(self._visits.plan.num_steps):
             hashes = [hash_example(example).pair for example in self.read(self._visits.plan.pair_ids(step)).pairs]
             yield np.frombuffer(b"".join(hashes), dtype=HASH_DTYPE)
-
-
-class _LengthsAlone:
-    """The lengths of the mismatched answers alone, computed when they are sliced."""
-
-    def __init__(self, visits: MismatchedAnswers) -> None:
-        self._visits = visits
-
-    def __len__(self) -> int:
-        return len(self._visits)
-
-    def __getitem__(self, rows: slice) -> Lengths:
-        lengths = self._visits.lengths_of(np.arange(*rows.indices(len(self)), dtype=np.int64))
-        lengths[:, 1] = np.where(lengths[:, 2] > 0, lengths[:, 2], lengths[:, 1])
-        return lengths[:, :2]
-
-
-class _VisitLengths:
-    """The lengths of visits, indexed like an array; those of a step are computed together."""
-
-    def __init__(self, visits: MismatchedAnswers) -> None:
-        self._visits = visits
-
-    def __len__(self) -> int:
-        return len(self._visits)
-
-    def __getitem__(self, visits: PairIds) -> Lengths:
-        return self._visits.lengths_of(visits)
-
-    def take(self, visits: PairIds, **_: Any) -> Lengths:
-        """What np.take calls."""
-        return self[visits]
-
-    def __array__(self, *_: Any, **__: Any) -> Lengths:
-        plan = self._visits.plan
-        return np.concatenate([self[plan.pair_ids(step)] for step in range(plan.num_steps)])
 
 
 def rotate(prompts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:

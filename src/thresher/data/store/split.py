@@ -6,6 +6,7 @@ held-out pair, and nothing per pair of training.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 from bisect import bisect_left
@@ -24,8 +25,10 @@ logger = logging.getLogger(__name__)
 Keys = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.uint32]
-_HEADER = np.dtype("<i8")  # _VERSION, pairs of the store, longest example of training, and of the held-out side
-_VERSION, _NUM_FIELDS = 1, 4
+# _VERSION, pairs of the store, held-out ones, longest example of training, and of the held-out side; it is followed by
+# the SHA-256 of header and rows, and by the rows
+_HEADER = np.dtype("<i8")
+_VERSION, _NUM_FIELDS = 1, 5
 _ROWS_PER_BLOCK = 1 << 20
 
 
@@ -86,26 +89,36 @@ class SplitRows:
 
     @classmethod
     def map(cls, path: Path, num_pairs: int) -> SplitRows | None:
-        """Map a file; None if there is none of this store and version."""
+        """Map a file; None if there is none of this store and version, or if it is damaged."""
         try:
-            version, stored_pairs, *longest = np.fromfile(path, _HEADER, _NUM_FIELDS).tolist()
-            if (version, stored_pairs) != (_VERSION, num_pairs) or len(longest) != _NUM_FIELDS - 2:
-                return None
-            offset = _NUM_FIELDS * _HEADER.itemsize
-            before = np.memmap(path, _dtype_of_rows(num_pairs), "r", offset)
+            with path.open("rb") as file:
+                header, digest = file.read(_NUM_FIELDS * _HEADER.itemsize), file.read(hashlib.sha256().digest_size)
+                version, stored_pairs, num_held_out, *longest = np.frombuffer(header, _HEADER).tolist()
+                if (version, stored_pairs) != (_VERSION, num_pairs):
+                    return None
+                before = np.memmap(file, _dtype_of_rows(num_pairs), "r", file.tell())
         except (OSError, ValueError):
+            return None
+        if len(before) != num_held_out or _digest(header, before) != digest:
+            logger.warning("%s is damaged; the held-out pairs are computed again", path)
             return None
         return cls(before, num_pairs, (longest[0], longest[1]))
 
     def write(self, path: Path) -> None:
         """Write the file that `map` reads; without it, every process computes the rows."""
-        header = np.array([_VERSION, self.num_pairs, *self.longest], _HEADER)
+        header = np.array([_VERSION, self.num_pairs, len(self.before), *self.longest], _HEADER).tobytes()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")  # ranks may write the same
-            durable.replace(path, header.tobytes() + self.before.tobytes(), temporary=temporary)
+            durable.replace(path, header + _digest(header, self.before) + self.before.tobytes(), temporary=temporary)
         except OSError as error:
             logger.info("cannot write %s (%s); every process computes the held-out pairs", path, error)
+
+
+def _digest(header: bytes, before: npt.NDArray[Any]) -> bytes:
+    digest = hashlib.sha256(header)
+    digest.update(np.ascontiguousarray(before).data)
+    return digest.digest()
 
 
 def _dtype_of_rows(num_pairs: int) -> np.dtype[Any]:
