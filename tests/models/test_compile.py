@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
@@ -82,8 +83,23 @@ def test_a_layer_that_cannot_be_compiled_is_a_user_error_if_compilation_was_aske
     assert message.endswith("; set actor_train.training_args.torch_compile=false")
 
 
+def _fail_in_the_backward(graph: torch.fx.Graph) -> None:
+    if any("tangents" in node.name for node in graph.find_nodes(op="placeholder")):
+        raise RuntimeError("no kernel for the backward")
+
+
+def _fail_to_trace(_self: InstructionTranslator) -> None:
+    raise RecursionError("maximum recursion depth exceeded")
+
+
+@pytest.mark.parametrize("failing", ["forward", "backward", "tracer"])
 @pytest.mark.parametrize("compiles", [compile_layers, compile_elementwise])
-def test_otherwise_it_runs_uncompiled_and_one_warning_says_so(compiles, without_compiler, caplog):
+def test_otherwise_it_runs_uncompiled_and_one_warning_says_so(compiles, failing, without_compiler, caplog, monkeypatch):
+    if failing == "backward":
+        monkeypatch.setattr(inductor_config.cpp, "cxx", (None, "g++"))
+        monkeypatch.setattr(inductor_config, "post_grad_custom_pre_pass", _fail_in_the_backward)
+    elif failing == "tracer":
+        monkeypatch.setattr(InstructionTranslator, "run", _fail_to_trace)
     eager, compiled = (PairModel.for_layout(tiny_model("llama"), torch.float32, LAYOUT) for _ in range(2))
     compiles(compiled.backbone, is_optional=True)
     expected, found = _gradients(eager, BATCHES[0]), _gradients(compiled, BATCHES[0])

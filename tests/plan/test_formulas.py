@@ -201,6 +201,16 @@ def test_what_computing_does_not_cover_of_fsdp2_is_exposed(llama_8b, zero_stage,
         assert time.total == pytest.approx(time.compute + time.optimizer + time.exposed)
 
 
+@pytest.mark.parametrize(("schedule", "is_exposed"), [("1f1b", False), ("zero_bubble", True)])
+def test_zero_bubble_sums_replicas_after_the_last_backward(llama_8b, schedule, is_exposed):
+    rows = Rows(total=400_000, scored=0, attended=0, useful=400_000)
+    settings = {"pp_size": 2, "pp_schedule": schedule}
+    process = process_of(llama_8b, ParallelDims(pp=2, dp_replicate=2), **settings)
+    time = step_time(process, Cluster(GPUS["h100"], 8, 4), rows, 4, "functions")
+    exposed = time.communication["pp"] + is_exposed * time.communication["dp_replicate"]
+    assert time.exposed == pytest.approx(exposed)
+
+
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch(llama_8b):
     rows = Rows(total=40_000, scored=0, attended=0, useful=40_000)
     cluster, dims = Cluster(GPUS["h100"], 8, 4), ParallelDims(pp=4)

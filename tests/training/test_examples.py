@@ -30,8 +30,10 @@ from tests.support.tiny_run import noise_labels
 from thresher.config import parse_config
 from thresher.data.batching.mismatched import MismatchedAnswers, VisitPlan, rotate
 from thresher.data.example import Example, ExampleBatch, Response
+from thresher.engines.accumulate import MicroBatch, objective_inputs
 from thresher.engines.native.build import infer_engine
 from thresher.losses import Objective, make_loss
+from thresher.losses.pairs import empty_logps
 from thresher.pipeline import DPOPipeline
 
 # sums of losses over examples divided by their number: how many examples each micro-batch has
@@ -123,6 +125,14 @@ def test_a_mismatched_answer_without_scored_tokens_does_not_count():
         found, metrics = gradients([*examples[:2], unscored, *examples[3:]], KTO, LAYOUTS["shared"], split)
         assert metrics["kto/z0"] == pytest.approx(without["kto/z0"], abs=1e-12) != 0.0
         assert_equal(found, expected)
+
+
+def test_a_micro_batch_without_examples_adds_nothing_to_kto():
+    """Ranks of FSDP run the same number of micro-batches."""
+    empty = MicroBatch(ExampleBatch(np.zeros(0, dtype=np.int64), ()), empty_logps())
+    output = replace(KTO, reference_point=0.5)(objective_inputs(empty.matched, empty_logps()))
+    assert output.per_pair.shape == (0,)
+    assert all(metric.count == 0 for metric in output.metrics.values())
 
 
 def plackett_luce(log_ratio: Callable[..., Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from thresher.errors import UserError
 
 
 def train(directory: Path, model: Path, **changes: Any) -> tuple[list[Any], dict[str, torch.Tensor], list[bool]]:
-    """Train four steps of dropout-free LoRA; return the logged numbers, the weights and which steps were profiled."""
+    """Train four steps of LoRA with dropout; return the logged numbers, the weights and which steps were profiled."""
     training = {"global_batch_size": 4, "per_device_train_batch_size": 2}
     values = {
         "pretrain": str(model),

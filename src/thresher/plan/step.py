@@ -221,10 +221,11 @@ def step_time(
     exposed = waiting + seconds.get("pp", 0.0)
     left = covering - seconds.get("dp_shard", 0.0)
     exposed += max(0.0, -left)
-    # a backward takes two thirds of the products of a micro-batch
-    last_backward = 2 / 3 * compute / max(1.0, micro_batches)
+    # a backward takes two thirds of the products of a micro-batch; in zero bubble, gradients of weights follow it
+    is_zero_bubble = process.settings.pp_schedule == "zero_bubble"
+    last_backward = 0.0 if is_zero_bubble else 2 / 3 * compute / max(1.0, micro_batches)
     exposed += max(0.0, seconds.get("dp_replicate", 0.0) - max(0.0, min(last_backward, left)))
     idle = (dims.pp - 1) / (max(dims.pp, micro_batches) * process.settings.virtual_pp_size)
-    if process.settings.pp_schedule == "zero_bubble":
+    if is_zero_bubble:
         idle /= 3  # gradients of weights, a third of the products, fill a bubble of both passes
     return StepTime(compute, optimizer, seconds, exposed, idle * (compute + waiting))

@@ -54,7 +54,7 @@ def compile_layers(backbone: nn.Module, *, is_optional: bool = False) -> None:
     """Compile every decoder layer for rows of any length."""
     for layer in local_layers(backbone, _SETTING, _HINT):
         layer.compile(**_settings(is_optional=is_optional))
-        layer._compiled_call_impl = _translate_errors(layer._compiled_call_impl)
+        layer._compiled_call_impl = _handle_errors(layer._compiled_call_impl, is_optional=is_optional)
 
 
 def compile_elementwise(backbone: nn.Module, *, is_optional: bool = False) -> int:
@@ -62,7 +62,10 @@ def compile_elementwise(backbone: nn.Module, *, is_optional: bool = False) -> in
     modules = [module for layer in local_layers(backbone, _SETTING, _HINT) for module in layer.modules()]
     functions = {module: function for module in modules if (function := elementwise_function(module)) is not None}
     settings = _settings(is_optional=is_optional)
-    compiled = {function: _translate_errors(torch.compile(function, **settings)) for function in {*functions.values()}}
+    compiled = {
+        function: _handle_errors(torch.compile(function, **settings), is_optional=is_optional)
+        for function in {*functions.values()}
+    }
     for module, function in functions.items():
         setattr(module, COMPILED, compiled[function])
     return len(functions)
@@ -71,16 +74,19 @@ def compile_elementwise(backbone: nn.Module, *, is_optional: bool = False) -> in
 def _settings(*, is_optional: bool) -> dict[str, Any]:
     """Arguments of torch.compile, the same objects for all layers, which share what is compiled."""
     dynamo_logger = logging.getLogger("torch._dynamo.convert_frame")
-    if _report_limit not in dynamo_logger.filters:
-        dynamo_logger.addFilter(_report_limit)
+    if _report not in dynamo_logger.filters:
+        dynamo_logger.addFilter(_report)
     # dynamic: the number of rows changes with every micro-batch
     settings: dict[str, Any] = {"dynamic": True, "recompile_limit": MAX_COMPILED_VARIANTS}
     return settings | {"backend": _inductor_or_eager} if is_optional else settings
 
 
-def _report_limit(record: logging.LogRecord) -> bool:
+def _report(record: logging.LogRecord) -> bool:
     """Report in the run's log what torch logs once per function and only for itself."""
-    if "recompile_limit" in record.getMessage():
+    message = record.getMessage()
+    if "WON'T CONVERT" in message and record.exc_info and isinstance(record.exc_info[1], Exception):
+        _warn_once(_reason(record.exc_info[1]))
+    if "recompile_limit" in message:
         logger.warning(
             "a compiled layer has more than %d variants; further ones run uncompiled, which is slower; set %s=false to "
             "compile none, and report this with the reason in a run with TORCH_LOGS=recompiles",
@@ -94,10 +100,13 @@ def _inductor_or_eager(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Cal
     """Compile a part of a layer; if that fails, let the part run as it is."""
     from torch._dynamo import lookup_backend  # slow to import
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
+    from torch._functorch import config
 
     compiled: Callable[..., Any]
     try:
-        compiled = lookup_backend("inductor")(graph, inputs)
+        # else a backward that fails to compile would do so again, and raise, in the run's backward
+        with config.patch(force_non_lazy_backward_lowering=True):
+            compiled = lookup_backend("inductor")(graph, inputs)
     except (RestartAnalysis, SkipFrame):  # requests to trace the part again, or not at all
         raise
     except Exception as error:  # of a compiler, which may fail in any way
@@ -121,17 +130,23 @@ def _reason(error: Exception) -> str:
     return str(cause).strip().partition("\n")[0] or type(cause).__name__
 
 
-def _translate_errors(compiled: Any) -> Callable[..., Any]:
-    """Let a compiled call raise a UserError if the compiler fails."""
-    from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError  # slow to import
+def _handle_errors(compiled: Any, *, is_optional: bool) -> Callable[..., Any]:
+    """Let a compiled call raise a UserError if the compiler fails, or run what cannot be traced uncompiled."""
+    from torch._dynamo import config  # slow to import
+    from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 
     def call(*args: Any, **settings: Any) -> Any:
+        suppressed = config.suppress_errors
+        # not of FlexAttention: torch suppresses no error with fullgraph; `config.patch` is slow, and each layer calls
+        config.suppress_errors = is_optional or suppressed
         try:
             return compiled(*args, **settings)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             raise UserError(
                 f"torch cannot compile the layers of this model ({_reason(error)}); set {_SETTING}=false"
             ) from error
+        finally:
+            config.suppress_errors = suppressed
 
     return call
 
