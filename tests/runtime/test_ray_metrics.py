@@ -128,14 +128,14 @@ def test_a_second_attempt_continues_at_its_checkpoint_and_counts_recoveries(ray_
         found = {
             name: own
             for name, samples in scraped(ray.nodes()).items()
-            if (own := [(labels.get("split"), value) for labels, value in samples if labels["run"] == "recovered"])
+            if (own := {(labels.get("split"), value) for labels, value in samples if labels["run"] == "recovered"})
         }
     tracker.close("finished")
     assert found == {
-        "ray_thresher_step": [(None, 4)],
-        "ray_thresher_total_steps": [(None, 9)],
-        "ray_thresher_recoveries": [(None, 2)],
-        "ray_thresher_loss": [("train", 0.5), ("eval", 0.3)],
+        "ray_thresher_step": {(None, 4)},
+        "ray_thresher_total_steps": {(None, 9)},
+        "ray_thresher_recoveries": {(None, 2)},
+        "ray_thresher_loss": {("train", 0.5), ("eval", 0.3)},
     }
 
 

@@ -147,9 +147,10 @@ def find_damage(directory: Path, group: Communicator) -> list[str]:
 
     def verify() -> list[str]:
         files = read_manifest(directory).files
-        sets = _sets_of_files(sorted(files), group.size)
-        ranks = divide_by_size([sum(files[name].size for name in names) for names in sets], group.size)
-        own = [name for names, rank in zip(sets, ranks, strict=True) if rank == group.rank for name in names]
+        own = []
+        for sets in _sets_of_files(sorted(files), group.size):
+            ranks = divide_by_size([sum(files[name].size for name in names) for names in sets], group.size)
+            own += [name for names, rank in zip(sets, ranks, strict=True) if rank == group.rank for name in names]
         try:
             records = record_files(directory, own)
         except OSError as error:  # the driver has seen all files
@@ -164,8 +165,11 @@ def find_damage(directory: Path, group: Communicator) -> list[str]:
     return sorted(problem for problems in gathered for problem in problems)
 
 
-def _sets_of_files(names: Sequence[str], num_ranks: int) -> list[list[str]]:
-    """Group files so that one rank gets all files of a writer, unless there are more ranks than writers."""
+def _sets_of_files(names: Sequence[str], num_ranks: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Group files so that one rank gets all files of a writer, unless there are more ranks than writers.
+
+    Returned apart from the files that belong to no writer, to be divided apart.
+    """
     by_writer: dict[int, list[str]] = {}
     others = []
     for name in names:
@@ -176,4 +180,4 @@ def _sets_of_files(names: Sequence[str], num_ranks: int) -> list[list[str]]:
     of_writers = [by_writer[index] for index in sorted(by_writer)]
     if len(of_writers) < num_ranks:
         of_writers = [[name] for files in of_writers for name in files]
-    return others + of_writers
+    return of_writers, others

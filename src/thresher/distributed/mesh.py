@@ -97,8 +97,9 @@ class Mesh:
         groups = {name: _group_along(MESH_DIMS, dims.sizes, along) for name, along in _GROUPS.items()}
         outer = {"pp": dims.pp, "dp_replicate": dims.dp_replicate}
         sizes = {**outer, "shard": dims.fsdp_size, "tp": dims.tp}
-        # FSDP2 needs a group even if ep leaves nothing to shard
-        mesh = _device_mesh(sizes, device, {"shard"} if dims.uses_fsdp else set())
+        # FSDP2 needs a group even if ep leaves nothing to shard, and a mesh needs a dimension
+        is_kept = dims.uses_fsdp or dims.num_processes == 1
+        mesh = _device_mesh(sizes, device, {"shard"} if is_kept else set())
         if dims.ep == 1:
             return cls(dims, groups, mesh)
         sizes = {**outer, "ep_shard": dims.ep_shard, "ep": dims.ep}
