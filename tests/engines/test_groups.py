@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from thresher.distributed import groups as groups_module
 from thresher.distributed.mesh import Mesh, ParallelDims
 
 CPU = torch.device("cpu")
@@ -77,6 +80,18 @@ def test_groups_have_the_ranks_that_differ_in_their_dimensions_only(world_of):
         "data": [1, 5, 9, 13],
         "metrics": [1, 5, 9, 13, 17, 21, 25, 29],
     }
+
+
+def test_groups_have_the_time_limit_of_peers_and_neither_the_default_nor_the_worlds(tmp_path, monkeypatch):
+    limit, of_world = timedelta(minutes=7), timedelta(minutes=5)
+    monkeypatch.setattr(groups_module, "PEER_TIMEOUT", limit)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=of_world)
+    try:
+        own = groups_module._create_group([[0]], "shard")
+        assert [each._get_backend(CPU).options._timeout for each in (dist.group.WORLD, own)] == [of_world, limit]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_new_world_has_new_groups(world_of):
