@@ -226,6 +226,7 @@ NEEDS = {
 ALWAYS = {
     "num_gpus_per_node",  # a warning of `thresher check`
     "export_model",
+    "profile.steps",
     *("exp_name", "seed", "output_dir", "logging_dir", "max_steps", "num_train_epochs", "save_strategy", "async_save"),
     *("logging_steps", "resume_from_checkpoint", "save_total_limit", "max_consecutive_skipped_steps"),
     *(

@@ -117,6 +117,7 @@ def starts(home, monkeypatch) -> list[str | None]:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": "127.0.0.1", "MetricsExportPort": 1}])
     return left
 
 

@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich import filesize
-
 from thresher import durable
 from thresher.builders.preflight.files import Messages, existing_parent, problems_of
 from thresher.config import DPOConfig
@@ -57,7 +55,7 @@ def check_node(config: DPOConfig, *, uses_gpu: bool) -> Messages:
     if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < wanted:
         effect = "NCCL fails without it" if uses_nccl else "Ray uses the disk instead"
         yield UserWarning(
-            f"{_SHARED_MEMORY} of {host} has {filesize.decimal(free)} free, and ranks of a machine share memory there: "
+            f"{_SHARED_MEMORY} of {host} has {free / 1e6:.0f} MB free, and ranks of a machine share memory there: "
             f"{effect}; make it larger: --shm-size=1g or more of a container, or `mount -o remount,size=2g /dev/shm`"
         )
 
