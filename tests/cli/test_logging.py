@@ -94,7 +94,7 @@ def test_a_run_shows_its_phases_and_at_most_12_lines_before_its_first_step(comma
     lines = [line for line in before.splitlines() if line != warning]
     phases = [line for line in lines if line in PHASES]
     assert phases == PHASES
-    assert len(lines) - len(phases) <= 12
+    assert len(lines) - len(phases) <= 12, "\n".join(lines)
     model = base["pretrain"]
     for line in (
         f"model       {model} in fp32",

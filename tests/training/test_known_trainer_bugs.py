@@ -145,6 +145,7 @@ def test_a_resumed_run_trains_on_the_rest_of_its_pairs(base):
     """ColossalChat resumes past the end of its data; ROLL continues in another order."""
     pairs = RecordedPairs(noise_pairs(12).pairs)
     uninterrupted = build_run(base, pairs)
+    pairs.seen.clear()
     uninterrupted.trainer.training_step()
     checkpoint = uninterrupted.trainer.save()
     uninterrupted.trainer.wait_for_saves()

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich import filesize
 from torch import Tensor
 
 from thresher import durable
@@ -44,6 +43,7 @@ _VERSION = 1
 # a file that was written so recently could change again without a new time stamp
 _SECONDS_TO_SETTLE = 2.0
 _DIGEST = re.compile("[0-9a-f]{64}")
+_LARGE = 10**9  # bytes of a file that takes seconds to hash
 DIGEST_MISMATCH = "does not match the digest in its name"
 
 Digests = dict[str, str]
@@ -182,9 +182,10 @@ def weights_digest(path: str) -> str:
     digests: Digests = {}
     files = find_weight_files(path)
 
-    def compute(number: int, file: Path) -> Digests:  # a large model takes minutes, in which workers wait
-        size = filesize.decimal(file.stat().st_size)
-        logger.info("hashing the model: file %d of %d, %s", number, len(files), size, extra=PHASE)
+    def compute(number: int, file: Path) -> Digests:
+        size = file.stat().st_size
+        if size > _LARGE:  # a large model takes minutes, in which workers wait
+            logger.info("hashing the model: file %d of %d, %.1f GB", number, len(files), size / 1e9, extra=PHASE)
         return _digest_file(file)
 
     for number, file in enumerate(files, start=1):
