@@ -89,7 +89,7 @@ class ResourceManager:
 
 def _is_ready(group: PlacementGroup, seconds: float) -> bool:
     try:
-        return group.wait(seconds)
+        return bool(group.wait(seconds))
     except Exception as error:  # Ray has no class for a group that is lost with this process's node
         raise ResourceError(f"Ray reserves no resources: {error}; start the run again") from None
 
