@@ -18,7 +18,6 @@ from thresher.data.settings import DataSettings
 from thresher.data.sources.resolve import at_revision, find_in_directory, resolve_sources
 from thresher.errors import UserError, unusable_path
 from thresher.models.loading.location import find_model, find_tokenizer, named_model
-from thresher.observability.trackers.libraries import check_name
 from thresher.optional import require
 
 _LARGEST_USUAL_RATE = 0.01  # of tiny models in tests and examples
@@ -53,6 +52,8 @@ def report(checks: Iterable[Callable[[], Messages]]) -> list[str]:
 
 
 def check_tracker_names(config: DPOConfig) -> Messages:
+    from thresher.observability.trackers.libraries import check_name  # of the driver: workers check their machine alone
+
     for name in config.track_with:
         yield from problems_of(check_name, name)
 
