@@ -10,6 +10,7 @@ import pytest
 
 from thresher.config.roles import PolicyConfig
 from thresher.errors import ResourceError, WorkerError, WorkerLostError
+from thresher.runtime.ray import fork_server
 
 pytestmark = pytest.mark.distributed
 
@@ -135,3 +136,26 @@ def test_a_reservation_that_ray_has_lost_is_an_error_that_a_restart_handles(ray_
     remove_placement_group(group)
     with pytest.raises(ResourceError, match=r"does not exist.*; start the run again"):
         _is_ready(group, 30.0)
+
+
+class KeeperOf:
+    """A keeper that answers after some seconds."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def command(self) -> str:
+        time.sleep(self.seconds)
+        return "python"
+
+
+def test_servers_that_do_not_answer_are_waited_for_together(ray_here):
+    import ray
+
+    forks, none = fork_server.ForkServers(), frozenset[tuple[str, str]]()
+    keeper = ray.remote(KeeperOf).options(num_cpus=0)
+    forks._keepers = {(f"node {n}", none): keeper.remote(0.0 if n == 2 else SECONDS_OF_OTHERS) for n in range(4)}
+    ray.get(forks._keepers["node 2", none].command.remote())
+    started = time.monotonic()
+    assert forks.find([f"node {n}" for n in range(5)], {}) == {"node 2": "python"}
+    assert time.monotonic() - started < 2 * fork_server._SECONDS_TO_ANSWER

@@ -191,30 +191,6 @@ class ReportingWorker:
         return os.environ.get("OF_ROLE")
 
 
-class KeeperOf:
-    """A keeper that answers after some seconds."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-
-    def command(self) -> str:
-        time.sleep(self.seconds)
-        return "python"
-
-
-@pytest.mark.distributed
-def test_servers_that_do_not_answer_are_waited_for_together(ray_here):
-    import ray
-
-    forks, none = fork_server.ForkServers(), frozenset[tuple[str, str]]()
-    keeper = ray.remote(KeeperOf).options(num_cpus=0)
-    forks._keepers = {(f"node {n}", none): keeper.remote(0.0 if n == 2 else SECONDS) for n in range(4)}
-    ray.get(forks._keepers["node 2", none].command.remote())
-    started = time.monotonic()
-    assert forks.find([f"node {n}" for n in range(5)], {}) == {"node 2": "python"}
-    assert time.monotonic() - started < 2 * fork_server._SECONDS_TO_ANSWER
-
-
 @pytest.mark.distributed
 def test_ray_forks_workers_on_their_devices_from_a_server_that_reserves_none():
     with ray_node(num_cpus=2, num_gpus=2, **FEW_PROCESSES) as address, connection(address):
